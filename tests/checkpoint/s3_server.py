@@ -93,19 +93,6 @@ def expiring_proxy(url: str, expired: Collection[str]) -> Iterator[str]:
 
 
 @contextmanager
-def without_conditions(url: str) -> Iterator[str]:
-    """A server without conditional writes: it answers 501 to them, as S3's reference says."""
-
-    def conditional(request: BaseHTTPRequestHandler) -> bool:
-        return request.command in ("PUT", "DELETE") and bool(
-            {"If-Match", "If-None-Match"} & set(request.headers)
-        )
-
-    with _proxy(url, conditional, 501, "NotImplemented") as (found, _):
-        yield found
-
-
-@contextmanager
 def _proxy(
     url: str, refuses: Callable[[BaseHTTPRequestHandler], bool], status: int, code: str
 ) -> Iterator[tuple[str, list[str]]]:

@@ -97,14 +97,6 @@ def test_a_full_state_is_read_lazily_by_name(
     assert found.get("nothing") is None
 
 
-def test_writing_to_a_mapped_tensor_leaves_the_file_alone(
-    exported: tuple[Path, dict[str, torch.Tensor]],
-) -> None:
-    run_dir, whole = exported
-    open_full_state(run_dir / "full_model")["first.bias"].fill_(7)
-    assert torch.equal(open_full_state(run_dir / "full_model")["first.bias"], whole["first.bias"])
-
-
 @pytest.mark.parametrize("wrapping", ["module.", "_orig_mod."])
 def test_names_of_wrapped_models_are_cleaned(tmp_path: Path, wrapping: str) -> None:
     torch.save({"state_dict": {f"{wrapping}a.weight": torch.ones(2)}}, tmp_path / "a.pt")
@@ -282,20 +274,6 @@ def test_export_by_command_takes_the_step_asked_for(
     )
 
 
-def test_an_export_to_a_full_disk_names_the_folder(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(file: Path, **_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(export_module, "write_torch", full)
-    assert checkpoints.main([str(run_dir), "export"]) == 4
-    out = run_dir / "full_model"
-    said = f"{out} cannot be written (No space left on device). HINT: df -h {out} and"
-    assert capsys.readouterr().err.startswith(f"fsdp.checkpoint: {said}")
-    assert list(out.iterdir()) == []
-
-
 def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,18 +303,3 @@ def test_a_wrong_command_is_named(
         got = left.code  # type: ignore[assignment]
     assert got == code
     assert said in capsys.readouterr().err
-
-
-def test_one_checkpoint_as_run_and_a_file_as_folder_are_named(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = run_dir / "checkpoints"
-    assert checkpoints.main([str(where), "--step", "3"]) == 0
-    (tmp_path / "empty").mkdir()
-    assert checkpoints.main([str(tmp_path / "empty")]) == 4
-    assert "holds no such checkpoint. HINT: give the --run.dir of a run that" in capsys.readouterr().err
-    file = tmp_path / "weights.pt"
-    file.write_bytes(b"mine")
-    assert checkpoints.main([str(run_dir), "export", "--out", str(file)]) == 4
-    assert f"{file} cannot be written (Not a directory). HINT: " in capsys.readouterr().err
-    assert file.read_bytes() == b"mine"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fsdp.checkpoint.local_tier import TOKEN, local_folder_name
+from fsdp.checkpoint.local_tier import local_folder_name
 from fsdp.checkpoint.store import LocalStore, ObjectStore
 
 
@@ -44,37 +43,9 @@ def test_a_run_whose_checkpoints_were_deleted_has_another_name(tmp_path: Path) -
     assert name_of(run) != name
 
 
-def test_a_folder_restored_to_its_place_keeps_its_name(tmp_path: Path) -> None:
-    """As on a file system that numbers its inodes anew."""
-    run, backup = tmp_path / "checkpoints", tmp_path / "backup"
-    name = name_of(run)
-    shutil.copytree(run, backup)
-    shutil.rmtree(run)
-    (tmp_path / "takes the inode").mkdir()
-    shutil.copytree(backup, run)
-    assert name_of(run) == name
-
-
-@pytest.mark.parametrize("foreign", ["../../elsewhere", "", "shardrun-../x", 7])
-def test_a_foreign_name_leads_nowhere(foreign: object, tmp_path: Path) -> None:
-    (tmp_path / TOKEN).write_text(json.dumps({"name": foreign, "place": str(tmp_path), "inode": 1}))
-    name = name_of(tmp_path)
-    assert name != foreign
-    assert name.startswith("shardrun-")
-    assert name.removeprefix("shardrun-").isalnum()
-
-
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     import fsspec
 
     yield ObjectStore(f"memory://{abs(hash(request.node.name)):x}/checkpoints")
     fsspec.filesystem("memory").store.clear()
-
-
-def test_a_run_in_an_object_store_has_one_name_on_all_machines(store: ObjectStore) -> None:
-    name = local_folder_name(store)
-    assert local_folder_name(store) == name
-    assert store.folders() == []
-    store._fs.rm(f"{store._root}/{TOKEN}")
-    assert local_folder_name(store) != name, "of a deleted run"

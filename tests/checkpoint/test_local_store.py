@@ -36,19 +36,6 @@ def test_what_is_written_is_read(size: int, pieces: int, tmp_path: Path) -> None
         store.read_into("step", "file", start, [memoryview(bytearray(len(whole) - start + 1))])
 
 
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal, or a file server, may cut a call anywhere."""
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, view: write(fd, view[:3]))
-    store, data = LocalStore(tmp_path), [b"0123456789", b"", b"ab", b"cdefg"]
-    store.begin("step")
-    store.write("step", "file", data)
-    assert (tmp_path / "step" / "file").read_bytes() == b"".join(data)
-    views = [memoryview(bytearray(5)), memoryview(bytearray(12))]
-    store.read_into("step", "file", 0, views)
-    assert b"".join(views) == b"".join(data)
-
-
 def failing_fsync(error: int, *, of_folders: bool) -> Callable[[int], None]:
     """An fsync that fails for folders, or for files."""
     fsync = os.fsync

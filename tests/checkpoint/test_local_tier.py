@@ -21,8 +21,8 @@ import pytest
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import local_tier
 from fsdp.checkpoint.inspect import scan
-from fsdp.checkpoint.local_tier import LocalTier, Offer, whole_over_nodes
-from fsdp.checkpoint.manifest import MANIFEST, data_file
+from fsdp.checkpoint.local_tier import LocalTier
+from fsdp.checkpoint.manifest import data_file
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import Buffer, LocalStore
 from fsdp.dist.env import DistEnv
@@ -214,80 +214,6 @@ def test_a_copy_that_fails_is_named_and_the_next_start_makes_it(tmp_path: Path) 
     assert [step for step, _ in run_world(2, train, str(tmp_path), 1)] == [1, 1]
 
 
-def last_save_fails(env: DistEnv, folder: str) -> tuple[str, bool, list[int]]:
-    """The error of the end, whether the copier ended, and the steps in the shared store then."""
-    run = on_node(env, folder)
-    held, copy = threading.Event(), local_tier.copy_file
-
-    def waits(*args: Any) -> None:
-        held.wait(60)
-        copy(*args)
-
-    setattr(local_tier, "copy_file", waits)  # noqa: B010
-    try:
-        run.step()
-        run.save(wait=True)
-        run.checkpointer._saver._sealing.store = FullStore(Path(folder) / f"node{env.rank // PER_NODE}")
-        run.step()
-        run.save()
-        held.set()
-        with pytest.raises(CheckpointError) as caught:
-            run.checkpointer.close()
-    finally:
-        local_tier.copy_file = copy
-    return (
-        str(caught.value),
-        "checkpoint-copy" not in {one.name for one in threading.enumerate()},
-        shared_steps(Path(folder)),
-    )
-
-
-def test_the_end_waits_for_the_copy_of_an_earlier_step_if_the_last_save_failed(tmp_path: Path) -> None:
-    for said, ended, steps in run_world(2, last_save_fails, str(tmp_path)):
-        assert "step 2 was not saved" in said
-        assert ended
-        assert steps == [1]
-
-
-def resumed_and_stopped(env: DistEnv, folder: str) -> list[str]:
-    """A start that saves the step it resumed, as a run that stops at once does."""
-    run = on_node(env, folder)
-    run.checkpointer.restore(run.state)
-    run.save(wait=True)
-    run.checkpointer.close()
-    return local_steps(Path(folder), env.rank // PER_NODE)
-
-
-def test_a_sealed_step_is_neither_sealed_nor_copied_again(tmp_path: Path) -> None:
-    run_world(2, train, str(tmp_path), 2, 2)
-    places = [tmp_path / "checkpoints", local_folder(tmp_path, 0)]
-    before = [(place / "step-00000002" / MANIFEST).read_bytes() for place in places]
-    assert run_world(2, resumed_and_stopped, str(tmp_path))[0] == ["step-00000002"]
-    assert [(place / "step-00000002" / MANIFEST).read_bytes() for place in places] == before
-    assert [one.name for one in places[0].iterdir() if one.is_dir()] == ["step-00000002"]
-
-
-def copies_without_its_peers(env: DistEnv, folder: str) -> str:
-    run = on_node(env, folder)
-    tier = run.checkpointer._tier
-    assert tier is not None
-
-    def gone(_: Any) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    tier._copy_group.broadcast = gone  # type: ignore[method-assign, assignment]
-    run.step()
-    run.save(wait=True)
-    with pytest.raises(CheckpointError) as caught:
-        run.checkpointer.close()
-    return str(caught.value)
-
-
-def test_a_copy_that_lost_its_peers_reports_that_at_the_end(tmp_path: Path) -> None:
-    for said in run_world(2, copies_without_its_peers, str(tmp_path)):
-        assert "own disks alone: RuntimeError: Connection closed by peer" in said
-
-
 def refused(env: DistEnv, folder: str, name: str) -> str:
     try:
         build(
@@ -308,17 +234,3 @@ def test_a_folder_that_nodes_share_or_cannot_write_is_refused(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     for said in run_world(2, refused, str(tmp_path), str(tmp_path / "file" / "under")):
         assert "cannot be written on" in said
-
-
-def test_whole_over_nodes() -> None:
-    files = frozenset({"a", "b", ".metadata"})
-
-    def offer(step: int, *held: str, seal: str = "x") -> Offer:
-        return Offer(step, seal, frozenset(held), files)
-
-    gathered = [
-        [offer(4, "a", ".metadata"), offer(6, "a", ".metadata"), offer(8, "a", ".metadata")],
-        [],
-        [offer(4, "b", ".metadata"), offer(6, ".metadata"), offer(8, "b", ".metadata", seal="y")],
-    ]
-    assert list(whole_over_nodes(gathered)) == [(4, {".metadata": 0, "a": 0, "b": 2})]

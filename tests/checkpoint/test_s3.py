@@ -222,14 +222,3 @@ def test_no_key_is_ever_printed(bucket: str, server: str, tmp_path: Path) -> Non
     )
     assert "s3://no-such-bucket/x cannot be written" in said[0]
     assert "do-not-print-me" not in said[0]
-
-
-def test_a_missing_package_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
-    def missing(url: str) -> None:
-        raise ImportError("no", name="gcsfs")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(CheckpointError, match=r"gs:// needs gcsfs\. HINT: pip install gcsfs"):
-        open_store("gs://bucket/x")

@@ -41,15 +41,3 @@ def test_a_run_directory_below_a_closed_folder_is_refused_in_one_line(closed: Pa
     hint = f"HINT: ls -ld {closed} shows who may write there; --run.dir runs/NAME is another place"
     assert line.endswith(f" cannot be written (Permission denied). {hint}")
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("name", ["history.jsonl"])
-def test_a_part_of_a_run_that_may_not_be_read_is_a_note_in_the_report(name: str, tmp_path: Path) -> None:
-    """As a colleague's run has it, or root's on a file server. It was a traceback."""
-    for file in ("metrics.jsonl", "history.jsonl", "saves.jsonl"):
-        (tmp_path / file).write_text('{"step": 1, "loss": 1.0, "event": "start", "from_step": 0}\n')
-    (tmp_path / name).chmod(0)
-    done = started("-m", "fsdp.report", str(tmp_path), "--no-samples")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"{name} could not be read (Permission denied)" in (tmp_path / "report.html").read_text()
-    (tmp_path / name).chmod(0o700)

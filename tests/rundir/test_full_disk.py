@@ -18,10 +18,6 @@ from typing import Any
 
 import pytest
 
-from fsdp.base.errors import CheckpointError
-from fsdp.dist.env import from_environment
-from fsdp.rundir.paths import RunDir
-from launch.guard import Marker, report
 from tests.rundir.filling import fill
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
@@ -160,19 +156,3 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
         assert command in line
         assert disk.start(*command.split()).returncode == 0
     assert disk.names("run") == ["logs", "tensorboard"], "partial files are removed"
-
-
-def test_a_failure_that_cannot_be_noted_is_one_line_beside_the_error_and_keeps_its_code(
-    disk: SmallDisk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """RUN/FAILED, which launch.local, Slurm and torchrun --max-restarts read, has no room either."""
-    fill(disk.outside / "ballast")
-    error = CheckpointError("step 60 was not saved: No space left on device.")
-    marker = Marker(RunDir(disk.outside), "launch.local 7 try 0")
-    assert report(error, from_environment({}), "launch.local", marker) == 4
-    assert capsys.readouterr().err.splitlines() == [
-        f"[rank 0] {disk.outside / 'FAILED'} cannot be written (No space left on device): "
-        "the launcher decides by exit code 4 alone",
-        f"launch.local: {error}",
-    ]
-    assert disk.names() == ["ballast"]

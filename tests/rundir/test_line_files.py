@@ -17,7 +17,6 @@ import pytest
 from fsdp.rundir import history, paths
 from fsdp.rundir.history import Appender
 from fsdp.rundir.paths import RunDir
-from launch import slurm_job
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
@@ -47,16 +46,6 @@ def test_a_torn_line_is_left_out_and_named_once(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"{run.history}: ")
     assert said.endswith("line 2")
-
-
-@pytest.mark.parametrize("torn", [b'{"event": "en', b"\0" * 64])
-def test_a_job_script_decides_by_the_readable_records(torn: bytes, run: RunDir) -> None:
-    history.append(run.history, {"event": "start", "from_step": 0})
-    for file in (run.history, run.metrics):
-        with file.open("ab") as stream:
-            stream.write(torn)
-    assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) == slurm_job.AGAIN
-    assert [event["event"] for event in history.read_records(run.history)] == ["start", "crash"]
 
 
 def test_a_torn_run_resumes(tmp_path: Path) -> None:
@@ -102,14 +91,6 @@ def room_for(size: int) -> Iterator[None]:
 
 def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_an_append_without_room_leaves_no_torn_line(tmp_path: Path) -> None:
-    file = tmp_path / "lines.jsonl"
-    history.append(file, {"step": 1})
-    with room_for(20), pytest.raises(OSError, match="File too large"):
-        history.append(file, {"step": 2})
-    assert steps(file) == [1]
 
 
 def test_records_wait_for_room_and_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fsdp.base.errors import OtherRankFailed
 from fsdp.rundir import history
-from tests.support.runs import failures, flags, on_a_rank
+from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
 
@@ -29,12 +28,3 @@ def test_a_start_on_other_data_records_the_change(tmp_path: Path) -> None:
     changed = second["changed"]
     assert isinstance(changed, list)
     assert "the data: samples 64 → samples 96; the samples of each step differ" in changed
-
-
-def test_a_history_that_cannot_be_written_ends_the_start_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "run/history.jsonl").mkdir(parents=True)
-    first, second = failures(2, tmp_path / "run")
-    file = tmp_path / "run/history.jsonl"
-    line = f"{file} cannot be written (Is a directory). HINT: ls -ld {file} "
-    assert str(first).startswith(f"ConfigError: {line}")
-    assert str(second).startswith(f"{OtherRankFailed.__name__}: rank 0 failed: {line}")

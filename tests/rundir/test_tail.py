@@ -7,7 +7,6 @@ import os
 import random
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -72,14 +71,6 @@ def test_a_cut_keeps_what_a_filter_of_the_whole_file_keeps(run: RunDir) -> None:
         assert read_whole(run.metrics) == [*left, b'{"step": %d}' % (step + 1)], seed
 
 
-def test_a_file_without_steps_to_remove_is_not_written(run: RunDir) -> None:
-    written(run, [record(step) for step in range(9)])
-    before = run.metrics.stat()
-    history.truncate(run.metrics, 8)
-    after = run.metrics.stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 def test_the_other_name_of_a_file_keeps_its_records(link: object, run: RunDir, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
@@ -117,19 +108,6 @@ def test_a_start_costs_the_same_after_any_number_of_steps(run: RunDir) -> None:
     (few_read, few_peak), (read, peak) = cost(run, 10_000), cost(run, 100_000)
     assert read < few_read + 100
     assert peak < 1.1 * few_peak < 10 << 20
-
-
-def test_a_fingerprint_that_an_earlier_version_did_not_have_is_no_change(run: RunDir) -> None:
-    def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        run.history.write_text(json.dumps({"event": "start", "from_step": 0, "data": before}) + "\n")
-        return history.data_changes(run, now)
-
-    old, new = {"samples": 3}, {"samples": 3, "fingerprint": "a"}
-    assert changes(old, new) == changes(new, new) == []
-    assert changes(old, {**new, "samples": 4}) == [
-        "the data: samples 3 → samples 4, fingerprint a; the samples of each step differ"
-    ]
-    assert len(changes({**new, "fingerprint": "b"}, new)) == len(changes(new, old)) == 1
 
 
 def test_other_classes_are_a_line_of_their_own(run: RunDir) -> None:
