@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
-from fsdp.parity.__main__ import ParityOptions, Row, compare, difference_of, job_of, main, rows
+from fsdp.parity.__main__ import ParityOptions, Row, compare, difference_of, job_of, rows
 from fsdp.parity.reference import TrainingRecord
 from fsdp.run.job import prepare, trained_model
 from tests.models.small_hf import SIZES
@@ -73,20 +73,6 @@ def test_a_mesh_on_which_a_rank_fails_is_not_possible_and_the_next_is_compared(
     assert all(line.endswith("same") for line in compared)
     assert verdict in last
     assert ("holds" in last) is bool(compared)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("--train.stepz", "3", "is not a flag. HINT: did you mean --train.steps?"),
-        ("--parity.dtype", "fp8", "fp8 is not one of fp64, fp32, bf16, fp16. HINT: --parity.dtype fp64"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(
-    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([flag, value]) == 2
-    assert capsys.readouterr() == ("", f"fsdp.parity: {flag} {message}\n")
 
 
 @pytest.mark.needs("transformers")

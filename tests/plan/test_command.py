@@ -28,14 +28,6 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
     return printed.err if code else printed.out
 
 
-def test_a_padded_batch_that_a_search_refuses_is_planned_with_the_hint(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = (*QUICK, "--train.global_batch", "6")
-    hint = said(capsys, *flags, code=2).rpartition(", or ")[2]
-    assert said(capsys, *flags, *hint.split()).count("--train.global_batch 6") == 1
-
-
 def best_flags(text: str) -> list[str]:
     return shlex.split(
         next(line for line in text.splitlines() if line.startswith("  best: ")).removeprefix("  best: ")

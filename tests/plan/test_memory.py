@@ -34,16 +34,6 @@ def test_replicas_hold_what_their_shards_hold() -> None:
     assert ddp.memory.kinds["gradients"] > 0
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_each_way_to_reshard() -> None:
-    gathered = {
-        how: kinds("--mesh.reshard_after_forward", how)["gathered"] for how in ("true", "2", "false", "step")
-    }
-    assert gathered["true"] < gathered["false"] <= gathered["step"]
-    assert peak("--mesh.reshard_after_forward", "true") < peak("--mesh.reshard_after_forward", "2")
-
-
 def test_ddp_keeps_gradients_beside_its_buckets_until_it_synchronises() -> None:
     many = ("--mesh.strategy", "ddp", "--train.global_batch", "8", "--train.micro_batch", "1", *WIDE[:4])
     last, every = (plan(*many, "--mesh.accumulate", how).memory.peak for how in ("last", "every"))

@@ -55,15 +55,6 @@ def test_the_fewest_ranks_that_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "ranks"), [("--mesh.strategy ddp", 2), ("--mesh.strategy hsdp", 4)])
-def test_numbers_of_ranks_that_the_flags_do_not_allow_are_passed_over(flags: str, ranks: int) -> None:
-    """The model fits one rank, on which neither flag is possible."""
-    plans = searched(f"--train.micro_batch 1 {flags}")
-    assert plans[0].fits
-    assert {plan.sizes.ranks for plan in plans} == {ranks}
-
-
-@pytest.mark.slow
 def test_a_batch_that_ends_the_search_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--train.global_batch 3 .* HINT: "):
         searched(f"--plan.memory_gib 1.45 {NO_OFFLOAD} --train.global_batch 3")

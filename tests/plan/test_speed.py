@@ -4,13 +4,10 @@ it.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from fsdp.config import load
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.estimate import plan_one
 from fsdp.plan.step_time import rates_for, send
 from tests.plan.asked import plan
 from tests.support.marks import quick_are
@@ -89,17 +86,3 @@ def test_padding_takes_time_and_is_no_sample(batch: str, micro: str, filled: str
     part = int(batch) / int(filled)
     assert padded.tokens_s == pytest.approx(part * whole.tokens_s)
     assert padded.mfu == pytest.approx(part * whole.mfu)
-
-
-@pytest.mark.slow
-def test_one_configuration_at_16384_ranks_takes_less_than_ten_seconds() -> None:
-    config = load(
-        ["--model.name", "transformer", "--model.preset", "llama-8b", "--data.seq_len", "8192",
-         "--plan.fix", "true", "--plan.gpus", "16384", "--train.global_batch", "16384",
-         "--mesh.strategy", "hsdp", "--mesh.replicate", "32"]
-    )  # fmt: skip
-    began = time.process_time()  # of one processor: other processes may take the rest
-    found = plan_one(config)
-    assert time.process_time() - began < 10
-    assert found.sizes == MeshSizes("hsdp", 32, 512)
-    assert found.fits

@@ -37,8 +37,3 @@ def test_a_cell_of_the_page_is_the_planners(name: str, strategy: str) -> None:
         figures(page), figures(now), (0.02, 0.05), (0.1, 0.001), strict=True
     ):
         assert value == pytest.approx(expected, rel=rel, abs=least)
-
-
-def test_an_unknown_model_is_answered_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert strategies.main(["7t"]) == 2
-    assert "7t is not a model here: 124m, wide, 7b, 70b" in capsys.readouterr().err

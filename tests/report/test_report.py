@@ -126,20 +126,6 @@ def test_the_reason_of_an_end_is_the_verdict_that_the_run_did_not_survive(
     assert why in report(tmp_path)
 
 
-def test_a_crash_keeps_its_reason_and_gets_the_verdicts_of_its_own_time(tmp_path: Path) -> None:
-    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
-    second = start | {"time": "2026-01-01T12:02:00+00:00", "from_step": 9}
-    crash = {"event": "crash", "job": "1", "restart": 0, "code": 7, "step": 400}
-    write(tmp_path / "history.jsonl", [start, crash, second, crash | {"code": 9}])
-    write(
-        tmp_path / "watch" / "verdicts.jsonl",
-        [verdict(kind="died"), verdict(time=NOON + 300, kind="died", what="of the second")],
-    )
-    first, second_start = read_run(tmp_path).starts
-    assert first.why == "its ranks exited with code 7; rank 2 is stopped (SIGSTOP)"
-    assert second_start.why == "its ranks exited with code 9; of the second"
-
-
 def test_a_rank_without_stacks_is_shown_by_one_that_waits_for_it(run: Path) -> None:
     folder = run / "watch" / "stopped-000412"
     (folder / "rank-2.txt").write_text("did not answer\n")
@@ -219,16 +205,6 @@ def test_a_step_that_was_made_twice_keeps_its_last_value(tmp_path: Path) -> None
     write(tmp_path / "metrics.jsonl", [{"step": step, "loss": value} for step, value in pairs])
     loss = read_run(tmp_path).series["loss"]
     assert (loss.steps.tolist(), loss.values.tolist()) == ([1, 2, 3], [1, 5, 6])
-
-
-def test_times_are_weighted_by_their_steps_and_the_rank_that_waits_least_is_shown(run: Path) -> None:
-    data = read_run(run)
-    assert data.phases[1]["forward"] == pytest.approx((10 * 0.02 + 20 * 0.05) / 30)
-    ranks = {str(rank): {"waiting": 0.0 if rank == 77 else 0.01} for rank in range(96)}
-    write(run / "watch" / "timing.jsonl", [{"from_step": 0, "step": 5, "ranks": ranks}])
-    text = report(run)
-    assert '<span class="name">rank 77</span>' in text
-    assert '<span class="name">rank 50</span>' not in text
 
 
 PROBE = """<script>
