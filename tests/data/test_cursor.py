@@ -9,7 +9,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fsdp.base.errors import ConfigError
 from fsdp.data import Cursor
 
 FIRST_OF_SEED_0 = [1438, 1389, 1013, 377, 1337, 393, 1136, 1180]
@@ -67,8 +66,3 @@ def test_epochs_that_were_complete_before_a_resume_end_the_run() -> None:
     assert cursor.epoch(15) == Fraction(3, 2)
     assert [cursor.steps_of(epochs) for epochs in (1, 2, 3)] == [14, 17, 20]
     assert Cursor(seed=0, samples=40, global_batch=1).resumed(2, 60).steps_of(1) == 1
-
-
-def test_no_samples_is_the_persons_to_mend() -> None:
-    with pytest.raises(ConfigError, match=r"no sample to train on.*HINT: .*--data.dir"):
-        Cursor(seed=0, samples=0, global_batch=8)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 
@@ -42,8 +40,3 @@ def test_the_same_bits_on_every_machine(digits: DataSet) -> None:
     inputs, targets = everything(digits)
     digest = hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
     assert digest == "d0aa582740c6813e2c05d08449e711f7652dbf48d0eb440972bef4ac58de9043"
-
-
-def test_a_folder_says_nothing_to_digits(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--data.dir .* has no effect on digits.*HINT: leave it out"):
-        build_dataset(DataSection(name="digits", dir=str(tmp_path)))

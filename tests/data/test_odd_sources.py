@@ -16,7 +16,6 @@ from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.rows import texts, write_lines
 
 LIST = json.dumps(texts(20)).encode()
-LINES = "".join(json.dumps(row) + "\n" for row in texts(20)).encode()
 
 
 def samples(name: Path | str) -> int:
@@ -30,31 +29,12 @@ def put(folder: Path, **files: bytes) -> Path:
     return folder
 
 
-def a_link_to_itself(folder: Path) -> Path:
-    put(folder, a_jsonl=LINES, README_md=b"About the rows.")
-    (folder / "self").symlink_to(folder)
-    return folder
-
-
 def written(name: str, content: bytes) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         (folder / name).write_bytes(content)
         return folder / name
 
     return write
-
-
-READ: dict[str, Callable[[Path], Path]] = {
-    "a folder with a link to itself": a_link_to_itself,
-    "settings beside rows": lambda folder: put(folder, a_json=LIST, config_json=b"{}", LICENSE_=b"None."),
-    "brackets": written("a[1]*.json", LIST),
-}
-
-
-@pytest.mark.parametrize("name", READ)
-def test_rows_are_read(name: str, tmp_path: Path) -> None:
-    plain = samples(written("plain.jsonl", LINES)(put(tmp_path / "plain")))
-    assert samples(READ[name](put(tmp_path / "odd"))) == plain
 
 
 def link_to_nothing(folder: Path) -> Path:

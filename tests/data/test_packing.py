@@ -105,14 +105,6 @@ def packed_rows(lengths: np.ndarray, part: int) -> tuple[Pieces, list[int]]:
     return pieces, ends.tolist()
 
 
-def test_rows_are_the_same_for_one_file_and_many() -> None:
-    lengths = np.random.default_rng(2).integers(2, 40, 1000)
-    (one, ends), (many, others) = packed_rows(lengths, 1000), packed_rows(lengths, 64)
-    assert ends == others
-    assert np.array_equal(one.first, many.first)
-    assert np.array_equal(one.width, many.width)
-
-
 def test_groups_hold_every_piece_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "GROUP", 100)
     lengths = np.random.default_rng(3).integers(2, 40, 1000)

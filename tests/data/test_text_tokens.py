@@ -46,12 +46,6 @@ def test_every_byte_of_a_split_is_an_input_once(tmp_path: Path) -> None:
     assert set(rows_of(data.heldout)[0].reshape(-1)) == {65 + 9}
 
 
-def test_a_folder_without_a_text_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / ".hidden").write_text("text " * 100, encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf" has no text file; 0 are binary\. HINT: ls -a {tmp_path}$"):
-        text(dir=str(tmp_path))
-
-
 def whole(data: DataSet) -> bytes:
     """The text of train and held-out samples of length 1, in this order: every input, and the last target."""
     assert data.heldout is not None

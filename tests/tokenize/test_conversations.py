@@ -258,13 +258,3 @@ def test_a_rows_tools_and_variables_reach_its_template(tools: list[Any] | str, t
     plain = WITH_TOOLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(ConfigError, match=r"has no prompt before message 3, which has no text, .* HINT: "):
         of(reader(tmp_path, chat_template=plain), messages=CALLING, **given)
-
-
-def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words: Any = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot encode .* from 'zz' on: WordLevel error.* HINT: "):
-        of(reader(tmp_path, "text"), text="zz")
