@@ -21,7 +21,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import as_typed, flush_output, prepare_streams, print_answer
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import prints_shared_errors, started_by
-from fsdp.watch.failure import ProcessExit
+from fsdp.watch.status_page import ProcessExit
 
 
 def main(argv: list[str]) -> int:

@@ -33,7 +33,7 @@ from fsdp.config import Config
 from fsdp.dist.env import DistEnv, is_lost_peer, prints_errors_of_node, prints_shared_errors, wait_for_rank_0
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically
-from fsdp.watch.failure import write_torchrun_error_file
+from fsdp.watch.status_page import write_torchrun_error_file
 from launch.command import rank_command
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def run_rank(
 
 def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:
     """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
-    from fsdp.watch.failure import failure_was_printed, printed
+    from fsdp.watch.status_page import failure_was_printed, printed
 
     failure = failure_of(error)
     if marker is not None:

@@ -39,7 +39,7 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import Config, OptimSection
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_errors, whole_number
 from fsdp.rundir.paths import write_atomically
-from fsdp.watch.failure import ProcessExit
+from fsdp.watch.status_page import ProcessExit
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ from fsdp.config.trust import TRUST_HELP
 from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0
 from fsdp.predict.trained import Classes, Text, TrainedModel, classify, continued, is_text, open_run
 from fsdp.rundir import paths
-from fsdp.watch.failure import ProcessExit
+from fsdp.watch.status_page import ProcessExit
 
 FLAGS: dict[str, tuple[type, dict[str, Any], str]] = {
     "split": (Classes, {"type": one_of("heldout", "train")}, "heldout or train"),

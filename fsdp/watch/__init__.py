@@ -2,8 +2,7 @@
 
 In reading order:
 
-    status_page        what a rank writes into shared memory: phases, collectives, times
-    failure            an exception as values; how a failed process ends
+    status_page        what a rank writes into shared memory: phases, collectives, times, its failure; its end
     rank               starts the parts above, a thread that sends stacks, and the monitor
     monitor            the process that judges and ends the job
     observe            the ranks of a node: observed, asked, ended; what one observation shows by itself

@@ -104,7 +104,7 @@ class Observation:
     spent: Mapping[str, float] = field(default_factory=dict)
     """Seconds since the start by phase, `waiting` in collectives and `starved` of a processor."""
     failure: dict[str, Any] | None = None
-    """The rank's failure report (failure.py)."""
+    """The rank's failure report (status_page.py)."""
     fatal: str = ""
     """faulthandler's text after a fault in C."""
     dead_s: float = 0.0

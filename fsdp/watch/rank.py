@@ -5,7 +5,7 @@
 
 Entering costs one collective, on several nodes two, and on each node's first rank the start of the monitor
 process, which a thread starts again if it was killed. Leaving by an exception hands the rank's failure report
-to the monitor, which prints the first failure of all ranks; failure_was_printed(error) in failure.py then
+to the monitor, which prints the first failure of all ranks; failure_was_printed(error) in status_page.py then
 waits for that.
 
 The responder is a thread that answers the monitor's requests over a Unix socket:
@@ -53,8 +53,7 @@ from fsdp.dist.env import DistEnv, address_towards, is_loopback, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
-from fsdp.watch.failure import failure_report, wake, write_torchrun_error_file
-from fsdp.watch.status_page import StatusPage
+from fsdp.watch.status_page import StatusPage, failure_report, wake, write_torchrun_error_file
 
 log = logging.getLogger(__name__)
 

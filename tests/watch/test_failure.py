@@ -29,13 +29,12 @@ from fsdp.base.errors import (
 from fsdp.config import WatchSection
 from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemory
-from fsdp.watch import failure, status_page
 from fsdp.watch import rank as watch_rank
-from fsdp.watch.failure import failure_report
+from fsdp.watch import status_page
 from fsdp.watch.monitor import MonitorOptions
 from fsdp.watch.observe import NodeRanks
 from fsdp.watch.rank import Watch, spawn
-from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, STATE, StatusPage
+from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, STATE, StatusPage, failure_report
 from tests.support.env import env_of
 from tests.support.processes import command_line, eventually
 from tests.support.world import run_world
@@ -127,7 +126,7 @@ def state(pid: int) -> str:
 
 ENDS = """
 import atexit, os, sys, threading, time
-from fsdp.watch import failure
+from fsdp.watch import status_page as failure
 
 class Teardown:
     def __del__(self, wait=time.sleep):
@@ -230,7 +229,7 @@ def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
             eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
             sys.exit("pip install it")
     except SystemExit:
-        report, printed = page.read_failure(), failure.wait_until_printed(page)
+        report, printed = page.read_failure(), status_page.wait_until_printed(page)
         page.numbers[STATE] = OVER  # this process of the tests lives on
         return report["message"] if report is not None else "", printed
 

@@ -14,7 +14,6 @@ from fsdp.base.errors import TrainingError
 from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.store import LocalStore
 from fsdp.watch import status_page
-from fsdp.watch.failure import failure_report
 from fsdp.watch.status_page import (
     CUDA,
     STEP_S,
@@ -22,6 +21,7 @@ from fsdp.watch.status_page import (
     DeviceClock,
     StatusPage,
     Writer,
+    failure_report,
 )
 from tests.support.env import env_of
 
