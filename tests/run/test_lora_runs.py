@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint.pretrained import open_file, open_full_state
+from fsdp.checkpoint.pretrained import open_full_state
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
@@ -53,10 +53,6 @@ def trained_alone(config: Config) -> dict[str, Tensor]:
         optimizer.step()
     merge(model)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def adapters_of(run_dir: Path) -> dict[str, Tensor]:
-    return open_file(run_dir / "full_model" / "adapter" / "adapter_model.safetensors")
 
 
 CONSTANT = "--optim.lr 0.1 --optim.schedule constant --optim.warmup_steps 0"
@@ -141,16 +137,3 @@ def test_the_command_exports_as_the_run_and_refuses_a_changed_base(base: Path, t
     changed["head.bias"] += 1
     torch.save(changed, weights)
     assert checkpoints.main(words) == 4
-
-
-def test_the_adapters_alone_are_written_as_peft_reads_them(base: Path, tmp_path: Path) -> None:
-    run(2, tmp_path, f"--lora.rank 2 --lora.alpha 4 --train.steps 3 --model.weights {base}/full_model")
-    about = json.loads((tmp_path / "full_model/adapter/adapter_config.json").read_text())
-    assert (about["peft_type"], about["r"], about["lora_alpha"]) == ("LORA", 2, 4.0)
-    assert about["base_model_name_or_path"] == f"{base}/full_model"
-    adapters = adapters_of(tmp_path)
-    full = torch.load(tmp_path / "full_model/full-model.pt", weights_only=True)
-    plain = torch.load(base / "full_model/full-model.pt", weights_only=True)
-    for layer in about["target_modules"]:
-        a, b = (adapters[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
-        assert torch.allclose(full[f"{layer}.weight"], plain[f"{layer}.weight"] + 2 * b @ a, atol=1e-6)

@@ -9,13 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.models.hf import resolve_folder
 from fsdp.predict.__main__ import main as predict
-from fsdp.run.build import maybe_folder
-from fsdp.run.job import prepare
 from tests.run.hf_folders import DATA, LoadedRank, load_on_a_rank, logits_of, reference, write_folder
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
@@ -122,19 +119,6 @@ def test_a_run_continues_on_other_ranks_and_is_exported(
         assert torch.allclose(one, other, rtol=0, atol=1e-6)
 
 
-def test_adapters_are_trained_over_it_and_merged(
-    folders: dict[str, tuple[str, str, str]], tmp_path: Path
-) -> None:
-    case = folders["llama"]
-    train(2, case, tmp_path / "run", "--train.steps 2 --lora.rank 2 --lora.targets q_proj")
-    found = reference(tmp_path / "run" / "full_model", case[2]).state_dict()
-    start = reference(Path(case[1]), case[2]).state_dict()
-    changed = {key for key in start if not torch.equal(start[key], found[key])}
-    assert changed == {f"model.layers.{at}.self_attn.q_proj.weight" for at in (0, 1)}
-    about = json.loads((tmp_path / "run" / "full_model" / "adapter" / "adapter_config.json").read_text())
-    assert about["task_type"] == "CAUSAL_LM"  # without it peft's Auto classes refuse the folder
-
-
 def test_a_prompt_is_read_by_the_tokenizer_of_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,22 +207,6 @@ def test_quantized_weights_whose_configuration_does_not_say_so_are_refused(
     state |= {name: state[name].to(dtype), f"{name}_scale": torch.ones(1)}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     assert f"its weights are quantized ({name} is {dtype}). HINT: " in refusal(folder)
-
-
-def test_a_new_head_is_drawn_the_same_everywhere(tmp_path: Path) -> None:
-    folder = write_folder("bert", tmp_path / "bert")
-    words = "--model.args.head classification --model.args.num_labels 5 --data.args.kind classes"
-    flags = f"--model.name hf:{folder} --data.name tests.models.small_hf:texts {words}"
-    config = configuration.load(flags.split())
-    job = prepare(config, world_size=1, num_nodes=1, device=torch.device("cpu"))
-    opening = maybe_folder(config, job.spec)
-    assert opening is not None
-    first, again = opening(), opening()
-    head = first["classifier.weight"]
-    assert head.shape == (5, 24)
-    assert 0 < float(head.std()) < 0.1
-    assert torch.equal(head[2:4], again.rows("classifier.weight", 2, 4))
-    assert torch.equal(first["classifier.bias"], torch.zeros(5))
 
 
 def test_a_tied_model_whose_configuration_lost_it_is_answered_with_the_argument(tmp_path: Path) -> None:
