@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 from bench import processes, tables
 from bench.gpu_parts import PARTS, Part
 from bench.gpu_runs import Bench, Failed, NotPossible
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.history import write_atomically
 
 PASSED, FAILED, IMPOSSIBLE, NOT_RUN = "passed", "failed", "not possible here", "not run"
 OVER = (PASSED, IMPOSSIBLE)

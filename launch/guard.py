@@ -32,7 +32,7 @@ from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, is_lost_peer, prints_errors_of_node, prints_shared_errors, wait_for_rank_0
 from fsdp.rundir import history
-from fsdp.rundir.paths import RunDir, open_run, write_atomically
+from fsdp.rundir.history import RunDir, open_run, write_atomically
 from fsdp.watch.status_page import write_torchrun_error_file
 from launch.command import rank_command
 

@@ -32,7 +32,7 @@ from fsdp.base.text import flush_output, print_answer
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
-from fsdp.rundir import history, paths
+from fsdp.rundir import history
 from launch import guard, slurm_job
 from launch.guard import EXIT_INTERRUPTED, Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             from fsdp.run.summary import dry_run
 
             return print_answer(dry_run(config, _rank_env(config, 0, options.ranks)), "launch.local")
-        run = paths.choose(config)
+        run = history.choose(config)
         config = configuration.replace(config, run__dir=str(run.path))
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
         with proc.paused_for_imports():
@@ -172,7 +172,7 @@ class _RankProcesses:
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
-        self._run = paths.open_run(config.run.dir)
+        self._run = history.open_run(config.run.dir)
         self._pids = set[int]()
         self._received: signal.Signals | None = None
 

@@ -37,7 +37,7 @@ from fsdp.base.text import counted
 from fsdp.config import Config, RaySection, worker_range
 from fsdp.config.trust import named_code
 from fsdp.rundir import history
-from fsdp.rundir.paths import RunDir, write_atomically
+from fsdp.rundir.history import RunDir, write_atomically
 from launch.guard import EXIT_INTERRUPTED, Failure
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import LaunchError
 from fsdp.config import Config
 from fsdp.config.command_line import prints_errors
-from fsdp.rundir.paths import open_run
+from fsdp.rundir.history import open_run
 from launch.ray_cluster import OwnRay, connected, own_ray, with_address, workers_for
 
 

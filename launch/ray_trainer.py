@@ -24,8 +24,8 @@ from fsdp.base.phases import StopReason
 from fsdp.base.text import named_ranks
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import allocator_variable, job_start
-from fsdp.rundir import history, paths
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir import history
+from fsdp.rundir.history import RunDir
 from launch import slurm_job
 from launch.command import ray_command
 from launch.guard import Failure, failure_of, marker_of
@@ -62,7 +62,7 @@ def run_on_ray(config: Config, local: OwnRay | None, stopping: Stopping) -> int:
 
     device = torch.device("cpu") if config.run.device == "cpu" else None
     prepare(config, world_size=worker_range(config.ray.num_workers)[0], num_nodes=1, device=device)
-    run = paths.create(paths.choose(config).path)
+    run = history.create(history.choose(config).path)
     config = configuration.replace(config, run__dir=str(run.path))
     try:
         with slurm_job.holding(run, job_start()):

@@ -33,8 +33,8 @@ from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.dist.env import from_environment, job_start
 from fsdp.rundir import history
+from fsdp.rundir.history import RunDir, open_run
 from fsdp.rundir.lock import Folder, hold
-from fsdp.rundir.paths import RunDir, open_run
 from fsdp.watch import records
 from launch.guard import TOKEN, Marker, run_rank
 from launch.policy import (

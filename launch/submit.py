@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config.command_line import CommandParser, prints_errors, whole_number
-from fsdp.rundir import paths
-from fsdp.rundir.paths import writing
+from fsdp.rundir import history
+from fsdp.rundir.history import writing
 from launch.guard import refuse_ray
 from launch.slurm_job import SubmittedRun
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         raise LaunchError("launch.submit needs submitit, which is not installed.", "pip install submitit")
     if shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch here.", "python -m launch.local runs it on this machine")
-    run = paths.choose(config).path
+    run = history.choose(config).path
     config = configuration.replace(config, run__dir=str(run))
     if options.dry_run:
         made = executor(options, sbatch, run, run / "code", config.run.device)

@@ -39,8 +39,8 @@ from fsdp.models.hf import SourceFolder, resolve_folder
 from fsdp.models.registry import PREFIX
 from fsdp.run.build import frozen_base
 from fsdp.run.job import prepare
+from fsdp.rundir.history import FULL, storage_advice
 from fsdp.rundir.lock import Folder, hold
-from fsdp.rundir.paths import FULL, storage_advice
 
 COMMANDS: dict[str, dict[str, dict[str, Any]]] = {
     "list": {},

@@ -33,8 +33,8 @@ from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv, is_lost_peer
 from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.state import TrainState
+from fsdp.rundir.history import storage_advice
 from fsdp.rundir.lock import TWO_RUNS, Lock
-from fsdp.rundir.paths import storage_advice
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.local_tier import LocalTier

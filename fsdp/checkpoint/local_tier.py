@@ -43,7 +43,7 @@ from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.paths import storage_advice, storing
+from fsdp.rundir.history import storage_advice, storing
 
 log = logging.getLogger(__name__)
 

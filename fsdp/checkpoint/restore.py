@@ -39,7 +39,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.optimizer import same_states
 from fsdp.optim.state import TrainState, averages
-from fsdp.rundir.paths import storing
+from fsdp.rundir.history import storing
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import Base

@@ -26,8 +26,8 @@ from fsdp.base.errors import CheckpointError
 from fsdp.base.object_client import error_code, is_s3, is_url, open_url, retried, without_secrets
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint.manifest import MANIFEST, final_name, parse_name, staging_name
+from fsdp.rundir.history import replace_with
 from fsdp.rundir.lock import Folder, Place
-from fsdp.rundir.paths import replace_with
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from fsdp.dist.preflight import appears, facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
 from fsdp.doctor import measure
 from fsdp.doctor.findings import PRODUCT, NodeReports, can_form_group, faults, judge, text
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.history import write_atomically
 
 NOT_FIT = LaunchError.exit_code
 REPEATS = 2

@@ -38,7 +38,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import Config, OptimSection
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_errors, whole_number
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.history import write_atomically
 from fsdp.watch.status_page import ProcessExit
 
 if TYPE_CHECKING:

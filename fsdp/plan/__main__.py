@@ -23,7 +23,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.text import columns
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, all_fields, prints_errors
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.history import write_atomically
 
 if TYPE_CHECKING:
     from fsdp.plan.estimate import Plan

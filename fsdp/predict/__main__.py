@@ -28,7 +28,7 @@ from fsdp.config.command_line import CommandParser, number, one_of, prints_error
 from fsdp.config.trust import TRUST_HELP
 from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0
 from fsdp.predict.trained import Classes, Text, TrainedModel, classify, continued, is_text, open_run
-from fsdp.rundir import paths
+from fsdp.rundir import history
 from fsdp.watch.status_page import ProcessExit
 
 FLAGS: dict[str, tuple[type, dict[str, Any], str]] = {
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 def answer_as_rank(argv: Sequence[str], env: DistEnv) -> None:
     """One rank's part of a prediction from shards, under any launcher; rank 0 prints."""
     options, flags = parse(argv)
-    with open_run(paths.open_run(options.run).path, env, flags, options.trust_code) as trained:
+    with open_run(history.open_run(options.run).path, env, flags, options.trust_code) as trained:
         text = _answer(trained, options)
         if env.is_main:
             print_line(text, sys.stdout)

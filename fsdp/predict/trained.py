@@ -50,8 +50,7 @@ from fsdp.models.units import all_names
 from fsdp.parallel.materialize import check_state_fits, materialize
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.run.job import model_of
-from fsdp.rundir.history import trained_classes
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir, trained_classes
 from fsdp.tokenize.conversations import Tokenizer, load_tokenizer
 
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".safetensors")

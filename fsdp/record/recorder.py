@@ -33,8 +33,7 @@ from torch import Tensor
 
 from fsdp.base.text import PrintableFormatter, byte_size, prepare_streams, print_line
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.history import Appender, save_record
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import Appender, RunDir, save_record
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.config.trust import TRUST_HELP, CodeRefused
 from fsdp.report.page import Sample, page
 from fsdp.report.run_data import RunData, read_run
-from fsdp.rundir import paths
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir import history
+from fsdp.rundir.history import write_atomically
 
 LARGEST_EXPORT = 2 << 30
 """A larger export is not loaded for a page."""
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if len(options.runs) != 1 and not (len(options.runs) == 2 and options.out):
         wanted = "one run, or two with --out both.html"
         raise ConfigError(f"{len(options.runs)} runs: a page shows {wanted}.", "python -m fsdp.report RUN")
-    runs = [read_run(paths.open_run(name).path) for name in options.runs]
+    runs = [read_run(history.open_run(name).path) for name in options.runs]
     samples = [] if options.no_samples else [_sample(run, options.trust_code) for run in runs]
     file = options.out or runs[0].path / "report.html"
     text = page(runs, samples).encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold

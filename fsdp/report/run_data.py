@@ -25,8 +25,7 @@ from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, parse_value, read_recipe
 from fsdp.config.trust import check_store
-from fsdp.rundir.history import read_lines
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir, read_lines
 from fsdp.watch.verdict import RECOVERABLE
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]

@@ -39,9 +39,9 @@ from fsdp.parallel.materialize import build_on_host, materialize
 from fsdp.parallel.shard import Dtypes, Sharded, Sharding, replicate, shard_model
 from fsdp.record.recorder import Console, Recorder, Reporter, set_up_logging
 from fsdp.run.job import Job, flops_per_sample, peak_flops
-from fsdp.rundir import history, paths
+from fsdp.rundir import history
+from fsdp.rundir.history import RunDir, writing
 from fsdp.rundir.lock import TWO_RUNS, Folder, Lock, hold
-from fsdp.rundir.paths import RunDir, writing
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import Base, PretrainedWeights
@@ -122,7 +122,7 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Lock | No
     held: list[Lock] = []
 
     def lock_run() -> str:
-        run = paths.create(paths.choose(config).path)
+        run = history.create(history.choose(config).path)
         store = open_store(config.checkpoint.dir or f"{run.path}/checkpoints")
         copy_records = partial(store.put_records, run.path)
         held.append(hold(Folder(run.path), lock_place(store), env.launcher, env.job, copy_records))
@@ -131,7 +131,7 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Lock | No
 
     ending: AbstractContextManager[None] = impatient()
     try:
-        run = paths.open_run(collectives.on_main(env.rank, lock_run))
+        run = history.open_run(collectives.on_main(env.rank, lock_run))
         if in_store := is_url(config.checkpoint.dir):
             run.path.mkdir(parents=True, exist_ok=True)  # each node may have one
         preflight.check(env, None if in_store else run.path)
@@ -382,7 +382,7 @@ def records(parts: RunParts) -> None:
             history.open_lines(run.history).close()
         truncate(run, step)
         with writing(run.config):
-            changed = paths.write_config(run, parts.config) + history.data_changes(run, data)
+            changed = history.write_config(run, parts.config) + history.data_changes(run, data)
         with writing(run.history):
             history.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:

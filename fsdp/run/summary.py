@@ -24,8 +24,7 @@ from fsdp.parallel.comm import whole_parameters
 from fsdp.run.build import RunParts
 from fsdp.run.evaluate import Outcome
 from fsdp.run.job import Job, prepare, trained_model
-from fsdp.rundir.history import read_records
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir, read_records
 
 log = logging.getLogger(__name__)
 

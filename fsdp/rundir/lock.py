@@ -31,7 +31,7 @@ from typing import Literal, Protocol
 from fsdp.base import proc
 from fsdp.base.errors import RefusedError
 from fsdp.base.phases import ACTIVITIES, follows_parent
-from fsdp.rundir.paths import storing, writing
+from fsdp.rundir.history import storing, writing
 
 log = logging.getLogger(__name__)
 

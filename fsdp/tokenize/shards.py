@@ -40,7 +40,7 @@ import numpy as np
 
 import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.rundir.paths import replace_with, write_atomically
+from fsdp.rundir.history import replace_with, write_atomically
 from fsdp.tokenize.conversations import (
     Document,
     DocumentOptions,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import history, paths
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir import history
+from fsdp.rundir.history import RunDir
 from launch.node import free_port
 from launch.policy import Act
 from tests.docs.pages import ROOT, text_of
@@ -49,7 +49,7 @@ def test_the_page_has_the_table() -> None:
 @contextlib.contextmanager
 def held(run: Path) -> Iterator[None]:
     """Another live process writes there."""
-    lock = acquire(paths.create(run).path, "torchrun")
+    lock = acquire(history.create(run).path, "torchrun")
     try:
         yield
     finally:

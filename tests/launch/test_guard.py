@@ -25,7 +25,7 @@ from fsdp.checkpoint.checkpointer import not_saved
 from fsdp.checkpoint.sealing import SaveOutcome
 from fsdp.config import load
 from fsdp.memory.oom import OutOfMemory
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 from launch import local
 from launch.guard import Failure, Marker, failure_of, marker_of
 from launch.policy import Kind

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp.base import proc
 from fsdp.rundir import history
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 from tests.support.faulty_file import always, faulty
 from tests.support.processes import eventually
 from tests.support.resumable import resumable_at

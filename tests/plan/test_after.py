@@ -15,7 +15,7 @@ import torch
 from fsdp.config import PlanSection
 from fsdp.plan.__main__ import main
 from fsdp.run.summary import compare_plan
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 
 ROOT = Path(__file__).parents[2]
 PLANNED = PlanSection(gpu="h100", predicted_peak_gib=0.5, predicted_step_s=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 from launch.policy import Act
 from tests.launch.ends import DEADLINE, ENDS, LAUNCHERS, ON_RAY, flags_of, sequence
 from tests.ray.cluster import Cluster

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 from tests.ray.cluster import Cluster
 from tests.ray.runs import SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
 from tests.support.processes import command_line, eventually, pids_with

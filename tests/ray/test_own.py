@@ -10,7 +10,7 @@ import pytest
 
 from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import load
-from fsdp.rundir.paths import choose
+from fsdp.rundir.history import choose
 from launch import ray_cluster
 from launch.ray_cluster import with_address
 from tests.ray.cluster import REPOSITORY, clean_environment

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp.record.recorder import Console, Pending, Recorder, Reporter
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 from tests.support.env import env_of
 
 

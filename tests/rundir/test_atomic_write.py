@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import paths
+from fsdp.rundir import history
 
 
 def test_the_bytes_are_synced_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,18 +24,18 @@ def test_the_bytes_are_synced_before_the_name(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
-    paths.write_atomically(tmp_path / "config.toml", "seed = 7")
+    history.write_atomically(tmp_path / "config.toml", "seed = 7")
     assert done == [len("seed = 7"), "config.toml"]
 
 
 def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.toml"
-    paths.write_atomically(file, "old")
+    history.write_atomically(file, "old")
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        paths.write_atomically(file, "new")
+        history.write_atomically(file, "new")
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("config.toml", "old")]

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import history, paths
-from fsdp.rundir.history import Appender
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir import history
+from fsdp.rundir.history import Appender, RunDir
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
@@ -30,7 +29,7 @@ TORN = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return paths.create(tmp_path / "run")
+    return history.create(tmp_path / "run")
 
 
 @pytest.mark.parametrize("torn", TORN.values(), ids=TORN)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import history, paths
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir import history
+from fsdp.rundir.history import RunDir
 
 TORN = (b'{"step": 7, "lo', b"\0" * 90, b"12", b"[1, 2]", b"\xff\xfe", b"", b"[" * 2000)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return paths.create(tmp_path / "run")
+    return history.create(tmp_path / "run")
 
 
 def record(step: int, **more: float) -> bytes:

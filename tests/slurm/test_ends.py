@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import paths
+from fsdp.rundir import history
 from launch.policy import Act
 from tests.launch.ends import DEADLINE, ENDS, LAUNCHERS, ON_SLURM, REFUSED, SRUN, STOPPED, flags_of, sequence
 from tests.slurm.cluster import Cluster, Shape
@@ -52,7 +52,7 @@ def jobs(
     with contextlib.ExitStack() as stack:
         for at, (name, _) in enumerate(selected):
             if name == REFUSED:
-                lock = acquire(paths.create(folder / str(at) / "run").path, "torchrun")
+                lock = acquire(history.create(folder / str(at) / "run").path, "torchrun")
                 stack.callback(lock.release)
         cluster = stack.enter_context(Cluster(folder / "slurm", Shape(nodes=2, cpus=2, message_timeout_s=60)))
         yield {cell: submitted(cluster, folder / str(at), cell) for at, cell in enumerate(selected)}

@@ -13,8 +13,8 @@ from typing import NoReturn
 import pytest
 
 from fsdp.base.errors import RefusedError
-from fsdp.rundir import history, lock, paths
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir import history, lock
+from fsdp.rundir.history import RunDir
 from launch import policy, slurm_job
 from launch.guard import TOKEN, Failure, Marker
 from launch.policy import Act, Allocation, Decision, Kind
@@ -23,7 +23,7 @@ from tests.support.locks import acquire
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return paths.create(tmp_path / "run")
+    return history.create(tmp_path / "run")
 
 
 def reach(run: RunDir, step: int, from_step: int = 0) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp.checkpoint.manifest import parse_name
 from fsdp.rundir import history
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.history import RunDir
 
 
 def resumable_at(run: Path, step: int, every: int) -> int:
