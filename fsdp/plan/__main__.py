@@ -109,8 +109,8 @@ def details(plan: Plan) -> Iterator[str]:
             f"tensors {memory.peak / GIB:.2f} GiB, held by the allocator {memory.reserved / GIB:.2f}, with "
             f"driver and NCCL {plan.needed / GIB:.2f}"
         )
-        on_host = f"{(memory.host + plan.staged) / GIB:.2f} GiB, {plan.staged / GIB:.2f} of it a save's copy"
-        yield f"on the host, a rank: {on_host}"
+        host, save = (memory.host + plan.staged) / GIB, plan.staged / GIB
+        yield f"on the host, a rank: {host:.2f} GiB, {save:.2f} of it a save's copy"
     parts = sorted(((seconds, name) for name, seconds in step.parts.items() if name != "host"), reverse=True)
     words = [f"{name} {seconds:.3f}" for seconds, name in parts if seconds >= 0.005 * step.seconds]
     yield f"step {step.seconds:.3f} s: {', '.join(words)}; communication not hidden {step.exposed:.3f}"

@@ -180,9 +180,7 @@ def plan_of(ask: FakeRun, trace: Trace, accumulation: int) -> Plan:
     )
 
 
-NOT_COUNTED = (
-    r"comm\.(all|reduce)\w+|memory\.(\w+r_offload|activation_(offload|budget)|nvme)|speed\.(float8|attention)"
-)
+NOT_COUNTED = r"comm\.[ar]\w+|memory\.(\w+[nr]_offload|activation_budget|nvme)|speed\.(float8|attention)"
 
 
 def notes(config: Config) -> Iterator[str]:
