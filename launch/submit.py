@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # --help works without it
     import submitit
 
 HOME = Path(__file__).resolve().parent.parent
-REPLACED = ("ntasks", "ntasks-per-node", "output", "error", "array")
+REPLACED = ("ntasks", "ntasks-per-node", "output", "error", "array", "cluster", "clusters")
 """Options of sbatch that launch.submit sets itself, or cannot have."""
 GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
 """Requests for GPUs that do not determine the number of ranks."""
@@ -76,6 +76,7 @@ def read_options(words: Sequence[str], tasks_per_node: int = 0) -> dict[str, str
             raise ConfigError(f"{word} is no option of sbatch.", f"train.py's flags follow `--`: -- {word} …")
         if name in REPLACED:
             hint = "--tasks-per-node 8 sets the ranks; arrays: sbatch --array=0-3 slurm/fsdp.sbatch"
+            hint = "python -m launch.local, on this machine alone" if name in ("cluster", "clusters") else hint
             raise ConfigError(f"--{name} is not for launch.submit.", hint)
         if not equals and rest and not rest[0].startswith("-"):
             equals, value = "=", rest.pop(0)

@@ -3,16 +3,14 @@
 # `node.sh ranks train.py flags…`, or `node.sh rank COMMAND…`. slurm/lib.sh exports what it reads.
 set -euo pipefail
 
-# A rank handles both signals once it trains; before that they would end it, and SLURM_JOB_END_TIME has the time limit.
-# USR1 must not end torchrun, and TERM must not make it kill its ranks after 30 s while they save.
-# c10d warns in C++: of each host name that does not resolve, and in 30 frames of a store whose process has ended. torch
-# raises its errors and logs them at this level.
+# A rank handles both signals once it trains; before that they would end it. USR1 must not end torchrun, and TERM must not
+# make it kill its ranks while they save. c10d warns in C++ of names that do not resolve and of a store that has ended.
 prepare_ranks() {
     trap '' TERM USR1 USR2
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 }
 
-# Sets address, this node's on the route to the first one. gloo would use the loopback if the host's name does not resolve.
+# Sets address, this node's on the route to the first one, and gloo's interface.
 find_interface() {
     read -r address GLOO_SOCKET_IFNAME < <(python -m launch.node here)
     export GLOO_SOCKET_IFNAME
@@ -22,29 +20,21 @@ find_interface() {
 ray_node() {
     local folder='' ray role=(--address="$MASTER_ADDR:$MASTER_PORT") tries
     if [ "$SLURM_NODEID" = 0 ]; then
-        # it contains sockets, whose paths have at most 107 characters
         folder=$(mktemp -d "/tmp/ray-${SLURM_JOB_ID}-XXXX")
         role=(--head --port="$MASTER_PORT" --temp-dir="$folder" --include-dashboard=false)
     else
-        for ((tries = SHARDRUN_TIMEOUT_S * 5; tries > 0; tries--)); do
-            (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null && break
-            sleep 0.2
-        done
+        tries=$((SHARDRUN_TIMEOUT_S * 5))
+        until (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null || ((tries-- <= 0)); do sleep 0.2; done
     fi
     # as many CPUs as ranks, so that each node gets an equal number of ranks
     ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats \
-        "${role[@]}" >/dev/null &
-    ray=$!
+        "${role[@]}" >/dev/null & ray=$!
     trap 'kill -KILL $(cat "/proc/$ray/task/$ray/children") $ray 2>/dev/null || :' USR2
     trap 'kill -TERM $ray 2>/dev/null || :' TERM
-    while kill -0 "$ray" 2>/dev/null; do
-        wait "$ray" || :
-    done
+    while kill -0 "$ray" 2>/dev/null; do wait "$ray" || :; done
     [ -z "$folder" ] || rm -rf "$folder"
 }
-
-command=$1
-shift
+command=$1 && shift
 case $command in
 meet | check) exec python -m launch.node "$command" ;;
 rank | ranks) prepare_ranks && find_interface ;;

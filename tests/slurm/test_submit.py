@@ -25,6 +25,7 @@ from tests.slurm.job import FLAGS
         ("-- --backend ray", "--backend ray starts the ranks, and so does launch.submit."),
         ("--ntasks-per-node=4", "HINT: --tasks-per-node 8"),
         ("--array=1-3", "arrays: sbatch --array=0-3 slurm/fsdp.sbatch"),
+        ("--cluster local", "--cluster is not for launch.submit. HINT: python -m launch.local"),
         ("--gres=gpu:8", "HINT: --tasks-per-node 8, or --gpus-per-node 8 in its place"),
     ],
 )
