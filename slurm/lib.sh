@@ -156,7 +156,7 @@ start_ray() {
     trap 'kill -USR1 $driver 2>/dev/null || :' USR1 && trap 'kill -TERM $driver 2>/dev/null || :' TERM
     wait_through_signals "$driver"
     # USR2 ends the Ray nodes at once, TERM would drain them first
-    kill -USR2 "$ray_nodes" 2>/dev/null && wait "$ray_nodes" || :
+    if kill -USR2 "$ray_nodes" 2>/dev/null; then wait "$ray_nodes" || :; fi
     exit "$rc"
 }
 # The srun of submitit's job script, in the background as above; its words name the container.
