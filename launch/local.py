@@ -185,16 +185,14 @@ class _RankProcesses:
             marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
             starts = history.count_starts(self._run)
             code = self._one_try(marker)
-            named = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             if code == 0 or self._received is not None:
-                if code < 0:
-                    print(f"launch.local: {named} while the ranks started", file=sys.stderr)
                 return code if code >= 0 else 128 - code
             end = slurm_job.end_of(
                 self._run, marker, code, starting=history.count_starts(self._run) == starts
             )
             left = restarts - len(crashes)
             decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
+            named = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             how = f"a rank ended with {named} {end.where}"
             if decision.act is Act.END:
                 if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks print the other kinds

@@ -1,9 +1,8 @@
 """The driver's Ray and its terminal: a local Ray for one run, or a cluster that is joined and left as it was;
 the workers' resources; stop signals, which become the ranks' stop file; the ranks' output.
 
-The local Ray starts during the driver's imports, ends with the driver, and its folder is removed. A failed
-start is repeated once, with a message: its cause is often temporary, such as a port that another process
-took. Ray is imported in the functions that use it, after its variables are set.
+The local Ray starts during the driver's imports, ends with the driver, and its folder is removed. Ray is
+imported in the functions that use it, after its variables are set.
 """
 
 from __future__ import annotations
@@ -99,36 +98,6 @@ class OwnRay:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._start()
-
-    def wait(self) -> str:
-        """The address of this Ray, once it has started."""
-        address, again = self.folder / "ray_current_cluster", True
-        while not address.exists() or not (text := address.read_text()):
-            if self._process.poll() is None:
-                time.sleep(POLL_S)
-                continue
-            printed = (self.folder / "start.log").read_text(errors="replace").strip() or "it printed nothing"
-            reason = printed.splitlines()[-1].strip().rstrip(".")
-            if not again:
-                self.failed = True
-                raise LaunchError(
-                    f"Ray did not start here, 2 times: {reason}.",
-                    "allow more open files (`ulimit -n`), memory or processor time; "
-                    f"its logs are in {self.folder}",
-                )
-            print(f"Ray did not start here: {reason}. Starting it again.", file=sys.stderr, flush=True)
-            again = False
-            self._start()
-        return text
-
-    def end(self) -> None:
-        # SIGTERM would drain the node first; Ray's agents outlive their parents
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _start(self) -> None:
         prctl = ctypes.CDLL(None).prctl
 
         def before_exec() -> None:
@@ -151,6 +120,27 @@ class OwnRay:
                 start_new_session=True,
                 preexec_fn=before_exec,
             )
+
+    def wait(self) -> str:
+        """The address of this Ray, once it has started."""
+        address = self.folder / "ray_current_cluster"
+        while not address.exists() or not (text := address.read_text()):
+            if self._process.poll() is not None:
+                printed = (self.folder / "start.log").read_text(errors="replace").splitlines()
+                self.failed = True
+                raise LaunchError(
+                    f"Ray did not start here: {(printed or ['it printed nothing'])[-1].strip().rstrip('.')}.",
+                    "the same command again; or more open files (`ulimit -n`), memory or processor time; "
+                    f"its logs are in {self.folder}",
+                )
+            time.sleep(POLL_S)
+        return text
+
+    def end(self) -> None:
+        # SIGTERM would drain the node first; Ray's agents outlive their parents
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -269,8 +269,6 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
     run = open_run(config.run.dir or f"runs/{environ.get('SLURM_JOB_NAME', 'job')}-{job}")
     if "--dry-run" not in words:
         with holding(run, job_start()):
-            if log := re.search(r" StdOut=(.*?)(?= \w+=|$)", record):
-                _link_log(run, log[1])
             history.remove_markers(run)
             events = history.events(run)
             if events and events[-1]["event"] == "start":
@@ -306,15 +304,6 @@ def as_bash(name: str, value: str | list[str]) -> str:
         shlex.quote(word).replace("\n", "'$'\\n''") for word in ([value] if isinstance(value, str) else value)
     ]
     return f"export {name}={words[0]}" if isinstance(value, str) else f"{name}=({' '.join(words)})"
-
-
-def _link_log(run: RunDir, log: str) -> None:
-    """Link the job's log into the run directory, whichever folder sbatch was called in."""
-    link = run.path / "logs" / Path(log).name
-    with suppress(OSError):  # a file system without links, or a folder of another user
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not os.path.lexists(link):
-            link.symlink_to(log)
 
 
 # ---------------------------------------------------------------- the commands

@@ -36,8 +36,10 @@ if TYPE_CHECKING:  # --help works without it
     import submitit
 
 HOME = Path(__file__).resolve().parent.parent
-REPLACED = ("ntasks", "ntasks-per-node", "output", "error", "array", "cluster", "clusters")
-"""Options of sbatch that launch.submit sets itself, or cannot have."""
+_SETS = "--tasks-per-node 8 sets the ranks; arrays: sbatch --array=0-3 slurm/fsdp.sbatch"
+REPLACED = dict.fromkeys(("ntasks", "ntasks-per-node", "output", "error", "array"), _SETS)
+"""Options of sbatch that launch.submit sets itself, or cannot have, with the HINT."""
+REPLACED |= dict.fromkeys(("cluster", "clusters"), "python -m launch.local, on this machine alone")
 GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
 """Requests for GPUs that do not determine the number of ranks."""
 
@@ -75,9 +77,7 @@ def read_options(words: Sequence[str], tasks_per_node: int = 0) -> dict[str, str
         if not word.startswith("--") or name == "config" or "." in name:
             raise ConfigError(f"{word} is no option of sbatch.", f"train.py's flags follow `--`: -- {word} …")
         if name in REPLACED:
-            hint = "--tasks-per-node 8 sets the ranks; arrays: sbatch --array=0-3 slurm/fsdp.sbatch"
-            hint = "python -m launch.local, on this machine alone" if name in ("cluster", "clusters") else hint
-            raise ConfigError(f"--{name} is not for launch.submit.", hint)
+            raise ConfigError(f"--{name} is not for launch.submit.", REPLACED[name])
         if not equals and rest and not rest[0].startswith("-"):
             equals, value = "=", rest.pop(0)
         # one rank would train on the first of several GPUs

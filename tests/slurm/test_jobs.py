@@ -36,14 +36,12 @@ def check_finished(left: Left, undisturbed: dict[int, float]) -> None:
 def test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one(
     outcome: dict[str, Left], undisturbed: Undisturbed
 ) -> None:
-    """Two jobs at a time on the same nodes, which do not meet; the log is one file, beside the run too."""
+    """Two jobs at a time on the same nodes, which do not meet."""
     for mode in outcome.values():
         check_finished(mode, undisturbed.losses(2, 2))
         assert (mode.run.starts[0]["ranks"], mode.run.starts[0]["nodes"]) == (4, ["n1", "n2"])
         assert "hsdp, replicate 2 × shard 2 = 4 ranks" in mode.log
         assert re.search(r"^0: .*rank 0\(4\)", mode.log, re.MULTILINE)
-        (link,) = (mode.run.path / "logs").glob("shardrun-*.log")
-        assert link.read_text() in mode.log
     met = [re.findall(r"all 2 nodes reach (\S+)", mode.log) for mode in outcome.values()]
     assert len({place for places in met for place in places}) == 2
 

@@ -134,18 +134,15 @@ def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
     )
 
 
-def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir, tmp_path: Path) -> None:
+def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir) -> None:
     reach(run, 30)
     for marker in (run.stopped, run.done):
         marker.touch()
-    (tmp_path / "job-7.log").touch()
-    record = {"SHARDRUN_RECORD": f"JobId=7 StdOut={tmp_path}/job-7.log Power="}
-    assert slurm_job.begin(["--run.dir", str(run.path)], record)["SHARDRUN_RUN"] == str(run.path)
+    assert slurm_job.begin(["--run.dir", str(run.path)], {})["SHARDRUN_RUN"] == str(run.path)
     assert not run.stopped.exists()
     assert not run.done.exists()
     last = json.loads(run.history.read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("lost", 30)
-    assert (run.path / "logs" / "job-7.log").exists()
 
 
 def test_the_job_s_own_history_is_what_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
