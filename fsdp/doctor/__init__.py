@@ -7,6 +7,5 @@ exclude.
 Its modules:
 
     __main__   the command, and one rank's stages in order
-    measure    device, ports, links, storage; NCCL's transport from its log
-    findings   a table of checks on the measurements; the result as text
+    checks     device, ports, links, storage, NCCL's log; a table of checks on them; the result as text
 """

@@ -46,8 +46,8 @@ from fsdp.dist.env import (
 )
 from fsdp.dist.preflight import appears, facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
-from fsdp.doctor import measure
-from fsdp.doctor.findings import PRODUCT, NodeReports, can_form_group, faults, judge, text
+from fsdp.doctor import checks
+from fsdp.doctor.checks import PRODUCT, NodeReports, can_form_group, faults, judge, text
 from fsdp.rundir.history import write_atomically
 
 NOT_FIT = LaunchError.exit_code
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     add("--verdict-to", type=Path, help=argparse.SUPPRESS)
     options = parser.parse(argv)
     if options.nccl_log:
-        summary, verdicts = measure.transport_of(options.nccl_log)
+        summary, verdicts = checks.transport_of(options.nccl_log)
         lines = [f"odd  {what}.\n     HINT: {hint}" if hint else f"ok   {what}." for what, hint in verdicts]
         return print_answer("\n".join([summary, *lines]), "fsdp.doctor")
     env = from_environment()
@@ -154,14 +154,14 @@ def examine(exam: RankExam) -> None:
     for turn in range(1 + REPEATS):  # all ranks at once, as in training; again if one seems slow
         exam.gather_reports(f"before-product-{turn}")
         exam.stage("a matrix product")
-        values = measure.check_device(env.device, facts)
+        values = checks.check_device(env.device, facts)
         exam.publish(**values | {"tflops": max(values["tflops"], exam.report.get("tflops", 0.0))})
         if not faults(PRODUCT, exam.gather_reports(f"product-{turn}")):
             break
     if can_form_group(exam.gather_reports("device")) and env.world_size > 1:
         exam.stage("forming a process group")
         with process_group(env, exam.left.total_seconds(), dist.PrefixStore("group", exam.store)):
-            exam.publish(**measure.check_links(env, exam.nodes, exam.stage))
+            exam.publish(**checks.check_links(env, exam.nodes, exam.stage))
             exam.gather_reports("links")
     if env.rank in exam.heads:
         exam.stage("storage")
@@ -183,7 +183,7 @@ def _check_network(exam: RankExam, host: str) -> None:
     with listen(0, 256) as server:  # the kernel accepts connections up to the backlog
         address = [address_towards(rendezvous_host()) or resolves(host), server.getsockname()[1]]
         addresses = list(exam.gather("address", address, exam.heads).values())
-        exam.publish(unreachable=measure.unreachable(exam.env.node_rank, addresses))
+        exam.publish(unreachable=checks.unreachable(exam.env.node_rank, addresses))
         exam.stage("waiting for the others' connections")
         exam.gather("reached", True, exam.heads)
 
@@ -193,7 +193,7 @@ def _check_storage(exam: RankExam) -> None:
     size = (256 << 20) if exam.env.device.type == "cuda" else (16 << 20)
     file = exam.folder / "doctor" / f"probe-{exam.env.node_rank}-{secrets.token_hex(4)}"
     try:
-        exam.publish(**measure.write_probe(file, size))
+        exam.publish(**checks.write_probe(file, size))
         first = exam.gather("wrote", file.name, exam.heads)[0]
         if not appears(file.with_name(first)):
             exam.publish(unseen=f"does not see what the first node wrote into {exam.folder}")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from fsdp.dist.env import DistEnv
 from fsdp.doctor import __main__ as doctor
-from fsdp.doctor import measure
-from fsdp.doctor.findings import NodeReports
+from fsdp.doctor import checks
+from fsdp.doctor.checks import NodeReports
 
 
 def another_torch() -> contextlib.AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ def main() -> int:
 
     env = from_environment()
     if env.rank == env.world_size - 1:
-        measure.check_device = never_done  # type: ignore[assignment]
+        checks.check_device = never_done  # type: ignore[assignment]
     return doctor.main(sys.argv[1:])
 
 

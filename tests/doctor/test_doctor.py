@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.doctor import measure
-from fsdp.doctor.findings import Diagnosis, judge
+from fsdp.doctor import checks
+from fsdp.doctor.checks import Diagnosis, judge
 from tests.doctor.faulty_ranks import examined
 from tests.support.world import run_world
 
@@ -86,14 +86,14 @@ def test_open_and_closed_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
         ports = [server.getsockname()[1], server.getsockname()[1], closed.getsockname()[1]]
         closed.close()
-        failures = measure.unreachable(0, [("127.0.0.1", port) for port in ports])
+        failures = checks.unreachable(0, [("127.0.0.1", port) for port in ports])
     assert set(failures) == {2}
     assert "refused" in failures[2]
 
 
 def test_a_probe_is_written_or_the_folder_is_named(tmp_path: Path) -> None:
-    assert measure.write_probe(tmp_path / "here" / "probe-0", 1 << 20)["write_mb_s"] > 0
+    assert checks.write_probe(tmp_path / "here" / "probe-0", 1 << 20)["write_mb_s"] > 0
     (tmp_path / "file").touch()
     no_folder = tmp_path / ("x" * 300)  # as one above which this user may not look: Path.is_dir raises there
     for folder in (tmp_path / "file" / "below", no_folder):
-        assert "cannot be written" in measure.write_probe(folder / "x", 1 << 20)["storage_error"]
+        assert "cannot be written" in checks.write_probe(folder / "x", 1 << 20)["storage_error"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp.dist.preflight import RankFacts
-from fsdp.doctor.findings import NodeReports, can_form_group, judge, text
+from fsdp.doctor.checks import NodeReports, can_form_group, judge, text
 
 HOSTS = ("n0", "n1", "n2", "n3")
 LINK, SLOW_LINK = 38.0, 3.0

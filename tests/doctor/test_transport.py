@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.doctor import measure
+from fsdp.doctor import checks
 from fsdp.doctor.__main__ import main
 
 SOCKET = """\
@@ -42,7 +42,7 @@ gpu-a:5664:5734 [1] NCCL INFO 16 coll channels, 0 collnet channels, 4 nvls chann
 
 def transport(tmp_path: Path, log: str) -> dict[str, str]:
     (tmp_path / "a.log").write_text(log)
-    return dict(measure.transport_of(tmp_path / "a.log")[1])
+    return dict(checks.transport_of(tmp_path / "a.log")[1])
 
 
 def test_each_transport_is_named_and_has_a_hint_where_it_is_odd(tmp_path: Path) -> None:
