@@ -19,8 +19,7 @@ from fsdp.config import load
 from fsdp.data.types import Batch
 from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
 from fsdp.models.loss import LossFunction
-from fsdp.optim.optimizer import build_optimizer, update_of
-from fsdp.optim.state import maybe_ema
+from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model, sharding_of
 from fsdp.plan.estimate import memory_of

@@ -33,7 +33,7 @@ from fsdp.config import CheckpointSection, ModelSection
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.models.registry import resolve
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
     """
     if "SHARDRUN_RAY_NODES" in environ:
         return f"LAUNCHER=ray sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/fsdp.sbatch"
-    changed = {
-        name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)
-    }
+    changed = {n: value for n, value in vars(config.ray).items() if value != getattr(RaySection(), n)}
     variables = changed.pop("env", {})
     words = [f"--ray.{name} {shlex.quote(str(value))}" for name, value in changed.items()]
     words += [f'--ray.env {name}="${{{name}:?}}"' for name in variables]

@@ -82,8 +82,7 @@ def read_options(words: Sequence[str], tasks_per_node: int = 0) -> dict[str, str
             equals, value = "=", rest.pop(0)
         # one rank would train on the first of several GPUs
         if name in GPUS and "gpu" in f"{name}={value}" and not tasks_per_node:
-            hint = "--tasks-per-node 8, or --gpus-per-node 8 in its place"
-            raise ConfigError(f"--{name}={value} does not say how many ranks a node has.", hint)
+            raise ConfigError(f"--{name}={value} names no number of ranks a node.", "--tasks-per-node 8")
         options[name] = value if equals else True
     return options
 
@@ -97,8 +96,7 @@ def snapshot(run: Path) -> Path:
         code.mkdir(parents=True)
         shutil.copy2(HOME / "train.py", code)
         for folder in ("fsdp", "launch", "slurm"):
-            ignored = shutil.ignore_patterns("__pycache__", ".*")
-            shutil.copytree(HOME / folder, code / folder, ignore=ignored)
+            shutil.copytree(HOME / folder, code / folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     return code
 
 
@@ -113,16 +111,15 @@ def executor(
     python = f"{node} rank {shlex.quote(sys.executable)}"
     # submitit's limit on interruptions is lifted: launch/policy.py limits restarts by progress
     made = submitit.SlurmExecutor(folder=run / "logs", max_num_timeout=1_000_000, python=python)
-    requeue = {} if "no-requeue" in sbatch else {"requeue": True}
     tasks = options.tasks_per_node or int(options.gpus_per_node.rpartition(":")[2] or 1)
-    requested = {"gpus-per-node": options.gpus_per_node} if options.gpus_per_node else {}
+    requested = {"gpus-per-node": options.gpus_per_node, "requeue": "no-requeue" not in sbatch}
     made.update_parameters(
         job_name=options.name,
         nodes=options.nodes,
         ntasks_per_node=tasks,
         stderr_to_stdout=True,
         signal_delay_s=options.signal_s,
-        additional_parameters={"time": options.time, **requested, **requeue, **sbatch},
+        additional_parameters={"time": options.time, **{n: v for n, v in requested.items() if v}, **sbatch},
         setup=[
             "set -euo pipefail",
             f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
@@ -161,9 +158,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         job = executor(options, sbatch, run, code, config.run.device).submit(SubmittedRun(config))
     except FailedJobError as error:
-        reason = " ".join(str(error).split())
-        hint = "docs/slurm.md lists the usual errors"
-        raise LaunchError(f"nothing was submitted: {reason}.", hint) from None
+        reason = f"nothing was submitted: {' '.join(str(error).split())}."
+        raise LaunchError(reason, "docs/slurm.md lists the usual errors") from None
     # SIGTERM is a stop request: scancel leaves a checkpoint
     print(f"job     {job.job_id}\nrun     {run}\nlog     {job.paths.stdout}\ncancel  scancel {job.job_id}")
     return 0

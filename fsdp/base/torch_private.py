@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, _common_utils
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -636,6 +636,13 @@ def around_methods(methods: Mapping[str, AroundMethod], owner: Any = FSDPParamGr
         return methods[name](group, lambda: method(group, *args, **kwargs))
 
     return _wrapped(owner, methods, wrapper)
+
+
+def chunks_by(cut: Callable[[Tensor, int, int], Any]) -> Patch:
+    """FSDP cuts parameters by `cut(tensor, count, dim)`, of whose result it reads two items, in place of a
+    list of all chunks. A torch that cuts in another way is left as it is: a plan for many ranks takes longer.
+    """
+    return _wrapped(_fsdp_param, ["_chunk_with_empty"], lambda _, __, *args, **named: cut(*args, **named))
 
 
 @contextlib.contextmanager

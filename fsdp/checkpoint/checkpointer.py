@@ -32,7 +32,7 @@ from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv, is_lost_peer
 from fsdp.dist.mesh import MeshSizes
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from fsdp.rundir.history import storage_advice
 from fsdp.rundir.lock import TWO_RUNS, Lock
 

@@ -37,8 +37,7 @@ from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup, local_tensor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.optim.optimizer import same_states
-from fsdp.optim.state import TrainState, averages
+from fsdp.optim.optimizer import TrainState, averages, same_states
 from fsdp.rundir.history import storing
 
 if TYPE_CHECKING:

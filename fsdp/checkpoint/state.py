@@ -30,7 +30,7 @@ from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
 from fsdp.dist.collectives import ObjectGroup, first_row, local_tensor
 from fsdp.models.units import clean_name
-from fsdp.optim.state import TrainState, averages
+from fsdp.optim.optimizer import TrainState, averages
 
 SPLIT_BYTES = 1 << 18
 """Replicas of a larger piece write some of its rows each."""

@@ -44,8 +44,7 @@ from fsdp.dist.env import (
     rendezvous_host,
     resolves,
 )
-from fsdp.dist.preflight import appears, facts_of
-from fsdp.dist.process_group import process_group, rendezvous_store
+from fsdp.dist.process_group import appears, facts_of, process_group, rendezvous_store
 from fsdp.doctor import checks
 from fsdp.doctor.checks import PRODUCT, NodeReports, can_form_group, faults, judge, text
 from fsdp.rundir.history import write_atomically

@@ -24,7 +24,7 @@ from fsdp.base.torch_private import foreach_multiply_, foreach_norm
 from fsdp.config import TrainSection
 from fsdp.dist import collectives
 from fsdp.dist.collectives import local_tensor
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 
 log = logging.getLogger(__name__)
 

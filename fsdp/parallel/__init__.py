@@ -6,7 +6,6 @@ offload.
     activations   recomputation
     offload       activations and optimizer states in host memory
     nvme          optimizer states, parameters and gradients in files
-    compute       compilation, float8, attention's kernel
-    comm          the user's communication; parameters that stay whole
+    compute       compilation, float8, attention's kernel; the user's communication; whole parameters
     checks        the device's support, initial values, the first forward, errors of a forward
 """

@@ -41,15 +41,17 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.models.init import persistent
 from fsdp.models.units import blocks_of, find_units, has_separate_experts
 from fsdp.parallel.checks import explained
-from fsdp.parallel.comm import (
+from fsdp.parallel.compute import (
     Hooks,
     apply_casts,
     apply_comm,
+    apply_float8,
     average_gradients,
+    compiles,
     load_hooks,
+    set_kernel_folders,
     whole_parameters,
 )
-from fsdp.parallel.compute import apply_float8, compiles, set_kernel_folders
 
 
 @dataclass(frozen=True)

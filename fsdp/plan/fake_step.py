@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import fake_forward, init_fake_group
+from fsdp.base.torch_private import chunks_by, fake_forward, init_fake_group
 from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
 from fsdp.data.registry import with_model_tokenizer
@@ -43,9 +43,8 @@ from fsdp.models.hf import group_experts, resolve_folder
 from fsdp.models.loss import LossFunction, load_loss, summed_entropy
 from fsdp.models.registry import PREFIX, blame
 from fsdp.models.units import blocks_of
-from fsdp.optim.optimizer import build_optimizer, update_of
+from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
-from fsdp.optim.state import maybe_ema
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.plan.trace import AFTER, Trace, Tracker
 from fsdp.run.job import model_of
@@ -241,9 +240,24 @@ def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
     assert not dist.is_initialized(), "a plan is made outside a run"
     init_fake_group(rank, sizes.ranks)
     try:
-        yield build_mesh(sizes, CPU)
+        with chunks_by(_Chunks):
+            yield build_mesh(sizes, CPU)
     finally:
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """torch.chunk's pieces, made on access: FSDP cuts a parameter into as many as there are ranks and
+    keeps one.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim, self._rows = tensor, dim, -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        size = self._tensor.size(self._dim)
+        start = min(index * self._rows, size)
+        return self._tensor.narrow(self._dim, start, min(self._rows, size - start))
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,8 @@ def _starts(records: Iterable[Record]) -> list[Start]:
 
 def _ended(start: Start, event: Record) -> Start:
     kind, why = event["event"], str(event.get("why") or start.why)
-    outcome: Outcome = {"crash": "failed", "unmet": "failed", "end": "stopped"}.get(kind, "killed")  # type: ignore[assignment]
+    known: dict[object, Outcome] = {"crash": "failed", "unmet": "failed", "end": "stopped"}
+    outcome = known.get(kind, "killed")
     if kind == "end" and event.get("how") in list(Ending):
         outcome = event["how"]
     if outcome == "failed":

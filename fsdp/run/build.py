@@ -23,16 +23,16 @@ from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
 from fsdp.data import Loader
 from fsdp.data.types import stream_key
-from fsdp.dist import collectives, preflight
+from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, end_time, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh, data_rank
+from fsdp.dist.process_group import check as check_ranks
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.loss import LossFunction, summed_entropy
 from fsdp.models.units import names_in_state
-from fsdp.optim.optimizer import StateStore, apply_hyperparameters, build_optimizer
-from fsdp.optim.state import Ema, TrainState
+from fsdp.optim.optimizer import Ema, StateStore, TrainState, apply_hyperparameters, build_optimizer
 from fsdp.parallel.checks import check_first_forward, state_digest
 from fsdp.parallel.compute import attention_kernel
 from fsdp.parallel.materialize import build_on_host, materialize
@@ -134,7 +134,7 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Lock | No
         run = history.open_run(collectives.on_main(env.rank, lock_run))
         if in_store := is_url(config.checkpoint.dir):
             run.path.mkdir(parents=True, exist_ok=True)  # each node may have one
-        preflight.check(env, None if in_store else run.path)
+        check_ranks(env, None if in_store else run.path)
         yield run, held[0] if held else None
         ending = nullcontext()
     finally:

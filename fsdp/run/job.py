@@ -33,11 +33,9 @@ from fsdp.models.init import seeded, to_empty
 from fsdp.models.loss import CustomLoss, LossFunction, load_loss
 from fsdp.models.registry import POSITIONS, check_parameters
 from fsdp.models.units import batch_norms, kept_tensors
-from fsdp.optim.optimizer import Schedule, load_factory
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import Schedule, TrainState, load_factory
 from fsdp.parallel.checks import check_device, stale_reference
-from fsdp.parallel.comm import check_divide
-from fsdp.parallel.compute import check_attention, check_float8, check_float8_tokens
+from fsdp.parallel.compute import check_attention, check_divide, check_float8, check_float8_tokens
 from fsdp.parallel.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
 from fsdp.rundir import history
 

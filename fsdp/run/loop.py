@@ -17,7 +17,7 @@ from fsdp.config import Config, replace
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import OomContext
 from fsdp.memory.oom import OutOfMemoryHandler
-from fsdp.optim.state import TrainState, maybe_ema
+from fsdp.optim.optimizer import TrainState, maybe_ema
 from fsdp.record.recorder import Reporter
 from fsdp.run import build
 from fsdp.run.evaluate import Outcome

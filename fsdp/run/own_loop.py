@@ -34,8 +34,7 @@ from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.mesh import resolve
 from fsdp.models import ModelSpec
 from fsdp.optim.gradients import Verdicts
-from fsdp.optim.optimizer import StateCheck, check_step, update_of
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import StateCheck, TrainState, check_step, update_of
 from fsdp.parallel.compute import check_attention
 from fsdp.parallel.shard import Sharded, sharding_of
 from fsdp.record.recorder import Console, Reporter

@@ -20,7 +20,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.memory.account import resting_bytes
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
-from fsdp.parallel.comm import whole_parameters
+from fsdp.parallel.compute import whole_parameters
 from fsdp.run.build import RunParts
 from fsdp.run.evaluate import Outcome
 from fsdp.run.job import Job, prepare, trained_model

@@ -279,6 +279,27 @@ def test_collectives_reductions_and_resizes_of_fsdp_are_seen() -> None:
     )
 
 
+def cut_by_another(env: DistEnv) -> tuple[int, bool]:
+    cuts: list[int] = []
+
+    def cut(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
+        cuts.append(count)
+        pieces = list(torch.chunk(tensor, count, dim))
+        return pieces + [tensor.narrow(dim, 0, 0)] * (count - len(pieces))
+
+    plain = sharded()
+    with private.chunks_by(cut):
+        other = sharded()
+    pairs = zip(plain.parameters(), other.parameters(), strict=True)
+    return len(cuts), all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+def test_fsdp_cuts_parameters_by_another_function() -> None:
+    used, equal = run_world(2, cut_by_another)[0]
+    holds(used >= 5, "chunks_by", f"FSDP calls it {used} times for 5 parameters")
+    holds(equal, "chunks_by", "FSDP reads other chunks")
+
+
 def moved_shards(env: DistEnv) -> tuple[bool, bool]:
     model = sharded()
     expected = step(model)

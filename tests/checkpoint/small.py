@@ -17,7 +17,7 @@ from fsdp.checkpoint import Checkpointer
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from fsdp.rundir.lock import Lock
 
 GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks take equal shares

@@ -30,7 +30,7 @@ from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.test_crashes import ENV, no_fsync_of, violations
 from tests.support.processes import eventually

@@ -21,7 +21,7 @@ from fsdp.checkpoint.state import take_snapshot
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from tests.checkpoint.small import build_state
 from tests.support.env import env_of
 from tests.support.world import run_world

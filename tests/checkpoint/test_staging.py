@@ -20,7 +20,7 @@ from fsdp.checkpoint.save import Staging, write_file
 from fsdp.checkpoint.state import Piece
 from fsdp.config import CheckpointSection
 from fsdp.dist.mesh import MeshSizes
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from tests.support.env import env_of
 
 GPU = torch.device("cuda", 0)

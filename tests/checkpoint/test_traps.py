@@ -15,7 +15,7 @@ from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.save import Staging
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from tests.checkpoint.small import Run, bits, build, build_state, save_once
 from tests.support.world import run_world
 

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
-from fsdp.dist import preflight, process_group
+from fsdp.dist import process_group
 from fsdp.dist.env import DistEnv, interface_of
-from fsdp.dist.preflight import RankFacts, check, differences
+from fsdp.dist.process_group import RankFacts, check, differences
 from tests.doctor.faulty_ranks import FAULTS
 from tests.support.env import env_of
 from tests.support.world import run_world
@@ -25,7 +25,7 @@ def checked(env: DistEnv, run: str, fault: str = "well", patience_s: float = 5.0
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    preflight.log.addHandler(handler)
+    process_group.log.addHandler(handler)
     try:
         with FAULTS[fault if env.rank == env.world_size - 1 else "well"]():
             check(env, Path(run), patience_s)
@@ -33,7 +33,7 @@ def checked(env: DistEnv, run: str, fault: str = "well", patience_s: float = 5.0
     except LaunchError as error:
         return str(error), said
     finally:
-        preflight.log.removeHandler(handler)
+        process_group.log.removeHandler(handler)
 
 
 def on_two_nodes(env: DistEnv, run: str, blind: str) -> tuple[str, list[str]]:

@@ -69,7 +69,7 @@ def test_the_command_trains_from_an_empty_folder(installed: Path, tmp_path: Path
     assert "  shardrun report mine\n  shardrun checkpoint mine" in done.stdout
     report = typed("shardrun report mine && shardrun checkpoint mine", installed, tmp_path)
     assert report.returncode == 0, report.stderr
-    assert "verified" in report.stdout
+    assert "sealed" in report.stdout
 
 
 def test_names_and_mistakes(installed: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
 from fsdp.optim import gradients as loss_scale
 from fsdp.optim.gradients import LossScaler
-from fsdp.optim.state import TrainState
+from fsdp.optim.optimizer import TrainState
 from fsdp.run.loop import train
 from tests.support.runs import flags
 from tests.support.world import run_world

@@ -15,7 +15,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import CommSection
 from fsdp.dist.env import DistEnv
-from fsdp.parallel.comm import load_hooks
+from fsdp.parallel.compute import load_hooks
 from fsdp.run.loop import train
 from tests.support import comm_hooks
 from tests.support.marks import quick_are, sample_are

@@ -37,7 +37,7 @@ def test_progress_is_shown_once_and_retention_is_ours(driver: Driver) -> None:
         f"{step}/{STEPS}" for step in range(1, STEPS + 1)
     ]
     assert sum(line.startswith("finished at step") for line in lines) == 1
-    assert any(line.startswith("held-out accuracy") for line in lines)
+    assert any(line.startswith("eval_loss") for line in lines)
     assert "(RayTrainWorker" not in driver.said()
     assert driver.err.count("rank 0(2)") == 1
     kept = [found.step for found in inspect.scan(open_store(str(run.path / "checkpoints")))]

@@ -282,7 +282,7 @@ def test_a_refusal_names_both(pair: tuple[str, str], tmp_path: Path) -> None:
         said = str(
             run_world(1, refused_at_start, ["--run.dir", str(tmp_path / "run"), *words_of(pair, tmp_path)])[0]
         )
-        assert "units" in said or "within the model's blocks" in said
+        assert "units" in said or "of the blocks" in said
         assert any(name in said for name in KNOBS[next(n for n in pair if n != "root only")].names), said
     else:
         for name in pair:

@@ -26,7 +26,7 @@ from tests.slurm.job import FLAGS
         ("--ntasks-per-node=4", "HINT: --tasks-per-node 8"),
         ("--array=1-3", "arrays: sbatch --array=0-3 slurm/fsdp.sbatch"),
         ("--cluster local", "--cluster is not for launch.submit. HINT: python -m launch.local"),
-        ("--gres=gpu:8", "HINT: --tasks-per-node 8, or --gpus-per-node 8 in its place"),
+        ("--gres=gpu:8", "HINT: --tasks-per-node 8"),
     ],
 )
 def test_what_is_typed_wrongly_is_said_in_one_line(
