@@ -31,7 +31,7 @@ import math
 import os
 import struct
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -346,9 +346,7 @@ def text(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     root, limit = Path(where.dir or sysconfig.get_paths()["stdlib"]), int(max_mb * 1e6)
     # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.
     sources = not where.dir or files == SOURCES
-    paths = _text_files(where, root, SOURCES if sources else files)
-    if sources:
-        paths = [path for path in paths if not SKIPPED & {*path.relative_to(root).parts} and path.exists()]
+    paths = _text_files(where, root, SOURCES if sources else files, SKIPPED if sources else ())
     named = [] if sources else held_out(list(map(str, paths)))
     if named:
         log.info("text: %s", held_out_line(named))
@@ -375,14 +373,15 @@ def text(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     return DataSet(train=samples[0], heldout=samples[1], info=info)
 
 
-def _text_files(where: Where, root: Path, pattern: str) -> list[Path]:
+def _text_files(where: Where, root: Path, pattern: str, skipped: Collection[str]) -> list[Path]:
     if not root.exists():
         raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {quoted(root.parent)}")
+    if not root.is_dir():
+        return [root]
     # In the order of a walk: a folder's own files before those of the folders in it.
-    paths = (
-        sorted(files_below(root), key=lambda path: (path.parent.parts, path.name)) if root.is_dir() else []
-    )
-    return [path for path in paths if fnmatch.fnmatch(path.name, pattern)] if root.is_dir() else [root]
+    paths = sorted(files_below(root, skipped), key=lambda path: (path.parent.parts, path.name))
+    matched = [path for path in paths if fnmatch.fnmatch(path.name, pattern)]
+    return [path for path in matched if path.exists()] if skipped else matched
 
 
 def _texts(root: Path, paths: Sequence[Path], limit: int, sources: bool = False) -> list[bytes]:

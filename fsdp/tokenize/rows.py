@@ -21,7 +21,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -296,15 +296,17 @@ def find_files(name: str) -> list[Path]:
     return files
 
 
-def files_below(root: Path) -> list[Path]:
-    """Sorted, without hidden ones. A folder that cannot be listed is an error: its rows would lack."""
+def files_below(root: Path, skipped: Collection[str] = ()) -> list[Path]:
+    """Sorted, without hidden ones and folders of the names `skipped`. A folder that cannot be listed is an
+    error: its rows would lack.
+    """
     files: list[Path] = []
-    for entry in root.iterdir():
-        if not entry.name.startswith(".") and entry.name != "lost+found":
-            if not entry.is_dir():
-                files.append(entry)
-            elif not entry.is_symlink():
-                files += files_below(entry)
+    for entry in os.scandir(root):
+        if not entry.name.startswith(".") and entry.name not in ("lost+found", *skipped):
+            if entry.is_dir(follow_symlinks=False):
+                files += files_below(Path(entry), skipped)
+            elif not entry.is_dir():
+                files.append(Path(entry))
     return sorted(files)
 
 

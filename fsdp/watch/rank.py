@@ -339,6 +339,8 @@ class Responder:
         names = {t.ident: t.name for t in threading.enumerate() if not t.name.startswith("Dummy-")}
         frames = sys._current_frames()
         training = frames.pop(self._training, None)
+        # at once: the thread runs on while another call here waits
+        stack, moving = _stack(training), training is not None and _runs_python(training)
         frames.pop(threading.get_ident())
         # with its number: an evaluation's readers have the names of a step's
         threads = {f"{names.get(ident, 'unnamed')} {ident}": _stack(frame) for ident, frame in frames.items()}
@@ -346,8 +348,7 @@ class Responder:
             calls = [vars(call) for call in group_calls(flight_recorder_entries())]
         except Exception:  # of a torch whose recorder has another form: an answer still has the stacks
             calls = []
-        moving = training is not None and _runs_python(training)
-        return {"stack": _stack(training), "moving": moving, "threads": threads, "calls": calls}
+        return {"stack": stack, "moving": moving, "threads": threads, "calls": calls}
 
 
 def _runs_python(frame: FrameType) -> bool:
