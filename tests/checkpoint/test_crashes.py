@@ -127,6 +127,7 @@ def no_fsync_of(what: str, root: str = "/checkpoints") -> Callable[[Change], boo
     return forgets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["file", "folder", "root"])
 def test_a_missing_fsync_is_found(tmp_path: Path, what: str) -> None:
     assert violations(record(tmp_path, no_fsync_of(what)))[1]

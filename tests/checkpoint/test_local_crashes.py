@@ -289,6 +289,7 @@ def test_no_crash_of_both_nodes_loses_what_they_sealed(tmp_path: Path) -> None:
 # ---- the simulator finds each of these
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["file", "folder", "root"])
 def test_a_missing_fsync_on_a_nodes_disk_is_found(tmp_path: Path, what: str) -> None:
     forgets = no_fsync_of(what, "/shardrun-")

@@ -150,6 +150,7 @@ def convert(env: DistEnv, sealed: str, place: str) -> None:
     torch_save_to_dcp(place + ".pt", place)
 
 
+@pytest.mark.long
 def test_one_full_file_and_back_continues_the_run(tmp_path: Path) -> None:
     """torch's converters both ways, then other ranks: the parameters of one uninterrupted process."""
     words = "--precision.master fp64"

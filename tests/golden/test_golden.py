@@ -19,7 +19,7 @@ SAMPLE = ("mlp", "hsdp-micro-batches", "mixture-lora", "stream", "states-in-file
 
 def _marks(configuration: Configuration) -> list[pytest.MarkDecorator]:
     if configuration.hugging_face:
-        return [pytest.mark.slow, pytest.mark.needs("transformers")]
+        return [pytest.mark.slow, pytest.mark.long, pytest.mark.needs("transformers")]
     return [] if configuration.name in SAMPLE else [pytest.mark.slow, pytest.mark.long]
 
 

@@ -83,6 +83,7 @@ def test_a_marker_is_read_by_its_own_start_alone_and_not_every_failure_leaves_on
     assert marker_of(config, {}) is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchruns_own_restarts_do_not_meet_an_error_that_repeats_twice(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -61,6 +61,7 @@ def typed(command: str, installed: Path, cwd: Path) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_trains_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     done = typed(f"shardrun train --config recipes/digits.toml {SHORT} --run.dir mine", installed, tmp_path)

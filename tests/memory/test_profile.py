@@ -27,6 +27,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "profile"
 
 
+@pytest.mark.long
 def test_the_account_has_every_kind_and_phase(profiled: Path) -> None:
     account = json.loads((profiled / "rank1_memory.json").read_text())
     kinds = {kind for peak in account["phases"].values() for kind, count in peak["kinds"].items() if count}

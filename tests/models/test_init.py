@@ -40,6 +40,7 @@ def test_bits_are_the_ones_of_every_other_machine_and_version() -> None:
     assert zlib.crc32(draw(Normal(0.02), 7, NAME, 12345, 100_001).numpy().tobytes()) == CHECKSUM
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_vector_instructions() -> None:
     env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -31,6 +31,7 @@ def fake_torchvision(folder: Path) -> Path:
     return package
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_schemas_are_declared_where_the_extension_cannot_load(tmp_path: Path) -> None:
     (fake_torchvision(tmp_path) / "_C.so").write_bytes(b"not a library")

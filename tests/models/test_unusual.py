@@ -35,6 +35,7 @@ def plainly(folder: Path, words: str, ranks: int, expected: str = "") -> None:
     assert relative_difference(ours, loop.parameters) < 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_a_lone_temperature_is_trained_as_in_one_process(strategy: str, tmp_path: Path) -> None:
     """All else is frozen: no rank has a shard that is trained."""
@@ -42,6 +43,7 @@ def test_a_lone_temperature_is_trained_as_in_one_process(strategy: str, tmp_path
     plainly(tmp_path / "run", f"{frozen} --mesh.strategy {strategy}", 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
@@ -86,6 +88,7 @@ def test_what_a_constructor_draws_is_the_same_on_every_rank(name: str, tmp_path:
     assert torch.equal(predicting.turn, plain.turn)
 
 
+@pytest.mark.long
 def test_a_forward_that_draws_from_python_and_numpy_resumes_to_the_bit(tmp_path: Path) -> None:
     words = f"--train.steps 6 --checkpoint.every_steps 1000 --model.name {HERE}:HostNoise"
     whole = run(2, tmp_path / "whole", words)

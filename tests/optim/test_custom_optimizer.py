@@ -132,6 +132,7 @@ def test_a_run_updates_as_one_process_does(factory: str, ranks: int, more: str, 
     assert relative_difference(finished.parameters, plain(factory).parameters) <= 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", quick_are([OWN + "lion"], [OWN + "lion", "torch.optim:NAdam"], []))
 def test_a_run_resumes_on_other_numbers_of_ranks(factory: str, tmp_path: Path) -> None:
     flags = f"{FP64} --optim.name {factory}"

@@ -76,6 +76,7 @@ def test_the_export_is_the_average_of_one_process(ranks: int, more: str, tmp_pat
     assert relative_difference(exported(tmp_path), found.parameters) > 1e-3
 
 
+@pytest.mark.long
 def test_it_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert failures(2, tmp_path, EMA, "--train.stop_after 2") == [None] * 2
     assert failures(1, tmp_path, EMA, "--train.stop_after 4") == [None]
@@ -89,6 +90,7 @@ def test_it_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- evaluated
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh", ["--mesh.strategy fsdp", pytest.param("--mesh.strategy ddp", marks=pytest.mark.long)]
 )

@@ -47,6 +47,7 @@ def scales_of_steps(env: DistEnv, words: list[str]) -> list[float]:
     return seen
 
 
+@pytest.mark.long
 def test_a_run_grows_it_and_a_resume_continues_the_count(tmp_path: Path) -> None:
     words = ["--run.dir", str(tmp_path), *flags(FP16, "--train.steps 10")]
     first = run_world(2, scales_of_steps, [*words, "--train.stop_after", "5"])

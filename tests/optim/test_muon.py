@@ -45,6 +45,7 @@ def test_a_run_updates_as_torch_s_muon_on_one_process(ranks: int, more: str, tmp
     assert relative_difference(finished.parameters, plain().parameters) <= 1e-12
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert failures(2, tmp_path, MUON, "--train.stop_after 2") == [None] * 2
     assert failures(1, tmp_path, MUON, "--train.stop_after 4") == [None]

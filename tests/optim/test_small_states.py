@@ -103,6 +103,7 @@ def losses(one: Finished) -> list[float]:
     return [record["loss"] for record in one.records if "loss" in record]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "state", "mesh"),

@@ -52,6 +52,7 @@ def test_a_users_function_is_called_and_trains_the_same(ranks: int, mesh: str, t
     assert all(torch.equal(own[name], usual[name]) for name in usual)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     sample_are([(2, "")], [(2, ""), (4, HSDP), (2, "--train.micro_batch 2 --mesh.accumulate every")]),

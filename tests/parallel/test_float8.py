@@ -47,6 +47,7 @@ def test_it_trains_nearly_as_bf16_does_and_not_quite(recipe: str, tmp_path: Path
     assert all(abs(a - b) < 0.05 for a, b in zip(*losses, strict=True))
 
 
+@pytest.mark.long
 @with_torchao
 @pytest.mark.slow
 def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def gathers(env: DistEnv, words: list[str]) -> int:
     return len(comm_hooks.SEEN)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "a_step"),

@@ -71,6 +71,7 @@ def test_tensors_in_files(tmp_path: Path) -> None:
         assert found == {"parameters": {"parameters"}, "gradients": {"gradients"}, "states": {"states"}}
 
 
+@pytest.mark.long
 def test_with_all_a_unit_s_pages_are_dropped_when_it_is_done(tmp_path: Path) -> None:
     """64 MiB of parameters in sixteen units, and as much of gradients."""
     [found] = run_world(1, small.resident_with_all, str(tmp_path))

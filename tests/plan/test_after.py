@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PLANNED = PlanSection(gpu="h100", predicted_peak_gib=0.5, predicted_step_s=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_planned_run_compares_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, run = tmp_path / "planned.toml", tmp_path / "run"

@@ -21,7 +21,10 @@ ROW = re.compile(
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(one, marks=[pytest.mark.long] if one.stem == "llama-8b" else []) for one in RECIPES],
+    [
+        pytest.param(one, marks=[pytest.mark.long] if one.stem not in ("digits", "mixture") else [])
+        for one in RECIPES
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_recipe_fits_its_hardware_as_its_comment_says(

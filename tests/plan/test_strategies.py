@@ -27,6 +27,7 @@ def figures(cell: str) -> list[float]:
     return [float(word) for word in cell.split() if word[0].isdigit()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "strategy"), quick_are([], CASES, [("124m", "ZeRO-3")]))
 def test_a_cell_of_the_page_is_the_planners(name: str, strategy: str) -> None:
     now = strategies.cell(strategies.SUBJECTS[name], strategy)

@@ -129,6 +129,7 @@ def command(run: Path) -> list[str]:
     return ["train.py", *words.split()]
 
 
+@pytest.mark.long
 def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path) -> None:
     terminal = Terminal(80)
     environ = {**os.environ, "TERM": "xterm"}

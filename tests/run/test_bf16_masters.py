@@ -93,6 +93,7 @@ def losses(finished: Finished) -> list[float]:
     return [record["loss"] for record in finished.records if "loss" in record]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),

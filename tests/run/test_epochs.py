@@ -40,6 +40,7 @@ def test_once_an_epoch_where_batches_do_not_divide_it(ranks: int, tmp_path: Path
     assert steps == [float(k // 5 + Fraction(min(k % 5 * 12, 50), 50)) for k in range(1, 13)]
 
 
+@pytest.mark.long
 def test_a_resumed_run_on_other_ranks_keeps_the_epochs(tmp_path: Path) -> None:
     failures(2, tmp_path, HELD, EACH, "--train.steps 12 --train.stop_after 7")
     done = run(1, tmp_path, HELD, EACH, "--train.steps 12")

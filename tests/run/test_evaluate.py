@@ -44,6 +44,7 @@ def test_evaluation_numbers_and_unchanged_training_after(way: str, tmp_path: Pat
     assert said[-1]["eval_accuracy"] == float((logits.argmax(-1) == heldout.targets).double().mean())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_part_of_the_held_out_data(tmp_path: Path) -> None:
     finished = run(3, tmp_path, HELD, "--train.eval_samples 7")

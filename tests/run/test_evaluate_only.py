@@ -34,6 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_loss_is_the_recorded_one(ranks: int, trained: Path, tmp_path: Path) -> None:
     recorded = [one for one in finished(trained).records if "eval_loss" in one]

@@ -13,6 +13,7 @@ LORA = "--lora.rank 3 --train.steps 6"
 FROZEN = "--precision.frozen bf16"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_losses_are_those_of_the_rounded_weights(ranks: int, tmp_path: Path) -> None:

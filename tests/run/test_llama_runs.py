@@ -38,6 +38,7 @@ def logits(folder: Path) -> Tensor:
     return found
 
 
+@pytest.mark.long
 def test_a_model_from_scratch_is_exported_as_llama(tmp_path: Path) -> None:
     words = "--model.args.width 24 --model.args.heads 2 --model.args.kv_heads 1 --train.steps 2"
     train(2, tmp_path / "run", f"{words} --checkpoint.export_format hf")

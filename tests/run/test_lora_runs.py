@@ -101,6 +101,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_base_weights_come_from_a_file_and_others_are_refused(base: Path, tmp_path: Path) -> None:
     words = f"--lora.rank 2 --train.steps 6 --model.weights {base}/full_model"

@@ -36,6 +36,7 @@ CASES = {
 QUICK = ("two ranks, tied, micro-batches",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", quick_are(QUICK, CASES, []))
 def test_a_run_is_the_same_with_whole_logits(case: str, tmp_path: Path) -> None:
     ranks, words = CASES[case]

@@ -108,6 +108,7 @@ def whole_events(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_trains_to_its_end_and_resumes_when_there_is_room(disk: SmallDisk) -> None:
     """The save of step 24 is sealed, that of 48 fails and is passed over, the last one fails and is the run's

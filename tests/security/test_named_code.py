@@ -99,6 +99,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_hint_works_as_typed(tmp_path: Path) -> None:
     """The run directory is elsewhere, the module in the working directory."""
     run = foreign(tmp_path / "run", "mine:build", "mine:data")

@@ -32,6 +32,7 @@ def check_finished(left: Left, undisturbed: dict[int, float]) -> None:
 # ---------------------------------------------------------------- both modes
 
 
+@pytest.mark.long
 @pytest.mark.scenario("both_modes")
 def test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one(
     outcome: dict[str, Left], undisturbed: Undisturbed
