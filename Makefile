@@ -19,7 +19,7 @@ help:
 	@echo "make test          the tests that this machine can run"
 	@echo "make test-quick    without Slurm, Ray and slow tests"
 	@echo "make test-full     what make test leaves out; PART=2/6 for the second sixth of its long tests"
-	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
+	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/distributed tests/optim\" for some of them"
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
 	@echo "make gpu           the product's claims on one CUDA device, in ten minutes; ONLY=resume,saves for some of them, DEVICE=cpu without a GPU"

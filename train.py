@@ -20,7 +20,7 @@ from fsdp.base import proc
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import as_typed, flush_output, prepare_streams, print_answer
 from fsdp.config import Config, worker_range
-from fsdp.dist.env import prints_shared_errors, started_by
+from fsdp.distributed.env import prints_shared_errors, started_by
 from fsdp.watch.status_page import ProcessExit
 
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 def under_ray(config: Config) -> int:
     """This process is the driver. A local Ray starts while it imports torch."""
-    from fsdp.dist.mesh import plan_batch, resolve
+    from fsdp.distributed.mesh import plan_batch, resolve
     from launch.ray_cluster import Stopping, own_ray, with_address
 
     config = with_address(config)
@@ -79,7 +79,7 @@ def run_here(config: Config) -> int:
     if (code := already_failed(marker_of(config), "train.py")) is not None:
         return code
     with proc.paused_for_imports():
-        from fsdp.dist.env import from_environment
+        from fsdp.distributed.env import from_environment
         from fsdp.run import loop  # noqa: F401
         from launch.guard import run_rank
 
@@ -88,7 +88,7 @@ def run_here(config: Config) -> int:
 
 def dry_run(config: Config) -> int:
     with proc.collection_paused():
-        from fsdp.dist.env import from_environment, unused_allocation
+        from fsdp.distributed.env import from_environment, unused_allocation
         from fsdp.run.summary import dry_run as facts
 
         env = from_environment(device=config.run.device)

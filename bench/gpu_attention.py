@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.gpu_runs import Bench, need
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
-from fsdp.parallel.compute import (
+from fsdp.shard.compute import (
     KERNELS,
     PACKAGES,
     attention_kernel,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fsdp import config as configuration
-from fsdp.dist.env import from_environment
+from fsdp.distributed.env import from_environment
 from fsdp.run import loop
 
 WORDS = "synchronizing CUDA operation"

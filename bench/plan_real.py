@@ -17,16 +17,16 @@ import torch.distributed as dist
 from bench.plan_cases import Case
 from fsdp.config import load
 from fsdp.data.types import Batch
-from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
+from fsdp.distributed.mesh import BatchPlan, build_mesh, plan_batch, resolve
 from fsdp.models.loss import LossFunction
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
-from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import replicate, shard_model, sharding_of
 from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, subject_of, trace_step
 from fsdp.plan.trace import KINDS, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+from fsdp.shard.materialize import materialize
+from fsdp.shard.shard import replicate, shard_model, sharding_of
 
 LOOKS = 4
 """Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in

@@ -30,8 +30,8 @@ from bench.tables import turned
 from fsdp.base import proc
 from fsdp.checkpoint import Checkpointer
 from fsdp.config import CheckpointSection, ModelSection
-from fsdp.dist.env import DistEnv, from_environment
-from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.distributed.env import DistEnv, from_environment
+from fsdp.distributed.mesh import MeshSizes, build_mesh
 from fsdp.models.registry import resolve
 from fsdp.optim.optimizer import TrainState
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from fsdp.config import Config, RaySection
-from fsdp.dist.env import DistEnv, rendezvous_host
+from fsdp.distributed.env import DistEnv, rendezvous_host
 
 RENDEZVOUS_PORT = 29400
 """torchrun's own default for --rdzv-endpoint without a port."""

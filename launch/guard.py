@@ -30,7 +30,7 @@ from fsdp.base.errors import (
 )
 from fsdp.base.text import print_line
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv, is_lost_peer, prints_errors_of_node, prints_shared_errors, wait_for_rank_0
+from fsdp.distributed.env import DistEnv, is_lost_peer, prints_on_node, prints_shared_errors, wait_for_rank_0
 from fsdp.rundir import history
 from fsdp.rundir.history import RunDir, open_run, write_atomically
 from fsdp.watch.status_page import write_torchrun_error_file
@@ -225,7 +225,7 @@ def refuse(error: ShardrunError, program: str) -> int:
 
 def _print_once(line: str, scope: str = "all") -> None:
     """On one of the ranks that meet an error of this scope."""
-    if {"all": prints_shared_errors, "node": prints_errors_of_node}.get(scope, lambda: True)():
+    if {"all": prints_shared_errors, "node": prints_on_node}.get(scope, lambda: True)():
         print_line(line)
     else:
         wait_for_rank_0()

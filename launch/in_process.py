@@ -20,13 +20,13 @@ from fsdp.base.object_client import is_url
 from fsdp.base.proc import cache_folder
 from fsdp.base.torch_private import forget_meshes
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv, from_environment
-from fsdp.dist.process_group import free_ended_groups
-from fsdp.parallel.shard import Sharded
+from fsdp.distributed.env import DistEnv, from_environment
+from fsdp.distributed.process_group import free_ended_groups
 from fsdp.record.recorder import Reporter
 from fsdp.run import own_loop
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train as train_rank
+from fsdp.shard.shard import Sharded
 
 if TYPE_CHECKING:
     from launch.ray_worker import RayReporter

@@ -31,7 +31,7 @@ from fsdp.base.phases import delayed, follow_parent, stop_signals
 from fsdp.base.text import flush_output, print_answer
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
-from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
+from fsdp.distributed.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
 from fsdp.rundir import history
 from launch import guard, slurm_job
 from launch.guard import EXIT_INTERRUPTED, Marker
@@ -268,7 +268,7 @@ def _rank_env(config: Config, rank: int, ranks: int) -> DistEnv:
 def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:
     import torch.distributed as dist
 
-    from fsdp.dist.process_group import process_group
+    from fsdp.distributed.process_group import process_group
 
     # before the group starts CUDA; train() finds it done
     set_allocator(config.run.allocator, env.device)

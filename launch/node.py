@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import cast
 
 from fsdp.base.errors import ShardrunError
-from fsdp.dist import env
-from fsdp.dist.env import address_towards, interface_of, is_loopback, listen
+from fsdp.distributed import env
+from fsdp.distributed.env import address_towards, interface_of, is_loopback, listen
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2

@@ -31,7 +31,7 @@ another job holds, and of a rank that the watch ended.
 NODES_LEAVE = StopReason.LAUNCHER
 _SIGNALS = (StopReason.SIGTERM, StopReason.SIGUSR1, StopReason.SIGUSR2)
 SCHEDULERS_REASONS = (*_SIGNALS, StopReason.DEADLINE, NODES_LEAVE)
-"""Reasons of fsdp/dist/stop.py after which the run continues later. Ctrl-C, the stop file and
+"""Reasons of fsdp/distributed/stop.py after which the run continues later. Ctrl-C, the stop file and
 --train.stop_after are requests of a person.
 """
 

@@ -23,7 +23,7 @@ from fsdp.base.errors import LaunchError, ShardrunError, first_line
 from fsdp.base.phases import StopReason
 from fsdp.base.text import named_ranks
 from fsdp.config import Config, worker_range
-from fsdp.dist.env import allocator_variable, job_start
+from fsdp.distributed.env import allocator_variable, job_start
 from fsdp.rundir import history
 from fsdp.rundir.history import RunDir
 from launch import slurm_job

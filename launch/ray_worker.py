@@ -27,8 +27,8 @@ from fsdp.base.text import PrintableFormatter
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import Config
-from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv, is_peer_failure
+from fsdp.distributed import collectives
+from fsdp.distributed.env import DistEnv, is_peer_failure
 from fsdp.record.recorder import Reporter
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train

@@ -31,7 +31,7 @@ from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, Shardru
 from fsdp.base.phases import Ending
 from fsdp.base.text import print_line
 from fsdp.config import Config
-from fsdp.dist.env import from_environment, job_start
+from fsdp.distributed.env import from_environment, job_start
 from fsdp.rundir import history
 from fsdp.rundir.history import RunDir, open_run
 from fsdp.rundir.lock import Folder, hold

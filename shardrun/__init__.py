@@ -24,7 +24,7 @@ CODE = _HERE if IS_INSTALLED else _HERE.parent
 _PARTS = {
     "train": "launch.in_process", "load_config": "launch.in_process", "record_of": "launch.in_process",
     "Outcome": "fsdp.run.training_loop",
-    "Config": "fsdp.config", "DistEnv": "fsdp.dist.env", "ShardrunError": "fsdp.base.errors",
+    "Config": "fsdp.config", "DistEnv": "fsdp.distributed.env", "ShardrunError": "fsdp.base.errors",
     "process": "fsdp.run.own_loop", "shard": "fsdp.run.own_loop", "Training": "launch.in_process",
 }  # fmt: skip
 """Names of the API, and the modules that define them."""
@@ -45,7 +45,7 @@ _use_code()
 if TYPE_CHECKING:
     from fsdp.base.errors import ShardrunError
     from fsdp.config import Config
-    from fsdp.dist.env import DistEnv
+    from fsdp.distributed.env import DistEnv
     from fsdp.run.evaluate import Outcome
     from fsdp.run.own_loop import process, shard
     from launch.in_process import Training, load_config, record_of, train

@@ -63,7 +63,7 @@ job_begin() {
     # a site's TaskProlog may print lines too
     eval "$(grep -E '^(export [A-Z_]+|[a-z_]+)=' <<<"$variables")"
     run=$SHARDRUN_RUN
-    # the judgement takes as long: the ranks leave it the time (fsdp/dist/env.py)
+    # the judgement takes as long: the ranks leave it the time (fsdp/distributed/env.py)
     export SHARDRUN_BEGIN_S=$((SECONDS - began))
     say "job $SHARDRUN_JOB ($SLURM_JOB_NAME), start $((SLURM_RESTART_COUNT + 1)):" \
         "${#nodes[@]} nodes × $SHARDRUN_RANKS_PER_NODE ranks on ${nodes[*]}; run $run"

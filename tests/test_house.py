@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = {
     0: "base config",
-    1: "models dist rundir tokenize",
+    1: "models distributed rundir tokenize",
     2: "data optim record",
-    3: "parallel checkpoint watch memory",
+    3: "shard checkpoint watch memory",
     4: "run",
     5: "plan report doctor predict parity launch",
     6: "train shardrun",
@@ -79,7 +79,7 @@ def imports(path: Path) -> tuple[tuple[int, str], ...]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{spot(path, node.lineno)}: a relative import"
             assert node.module is not None
-            # `from fsdp.dist import mesh` names a module; `from fsdp.dist.mesh import AXES` has one already.
+            # `from fsdp.base import errors` names a module; `from fsdp.base.errors import ConfigError` too
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
             named = node.args[0]
@@ -247,7 +247,7 @@ def test_rank_variables_are_read_in_one_file() -> None:
     found = [
         f"{spot(path, node.lineno)}: {node.value}"
         for path in files("fsdp", "train.py")
-        if path != ROOT / "fsdp/dist/env.py"
+        if path != ROOT / "fsdp/distributed/env.py"
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and RANK_VARIABLE.match(node.value)
     ]

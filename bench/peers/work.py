@@ -19,7 +19,7 @@ from bench.peers import base
 from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.data import Loader
-from fsdp.dist.mesh import DataRank
+from fsdp.distributed.mesh import DataRank
 from fsdp.models import build_real
 from fsdp.models.units import blocks_of, find_units
 from fsdp.run.job import Job, prepare

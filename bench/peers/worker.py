@@ -141,7 +141,7 @@ class Turns(Reporter):
 
 def run_ours(work: str, flags: tuple[str, ...], orders: Orders) -> None:
     from fsdp import config
-    from fsdp.dist.env import from_environment
+    from fsdp.distributed.env import from_environment
     from fsdp.run.loop import train
 
     with tempfile.TemporaryDirectory(prefix="bench-run-") as folder:

@@ -29,9 +29,9 @@ from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
-from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.env import DistEnv, is_lost_peer
-from fsdp.dist.mesh import MeshSizes
+from fsdp.distributed.collectives import ObjectGroup
+from fsdp.distributed.env import DistEnv, is_lost_peer
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.optim.optimizer import TrainState
 from fsdp.rundir.history import storage_advice
 from fsdp.rundir.lock import TWO_RUNS, Lock

@@ -41,8 +41,8 @@ from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest, data_file, final_name, step_of
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
-from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.collectives import ObjectGroup
+from fsdp.distributed.env import DistEnv
 from fsdp.rundir.history import storage_advice, storing
 
 log = logging.getLogger(__name__)

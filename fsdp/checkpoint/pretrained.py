@@ -2,7 +2,7 @@
 frozen weights under adapters, which a checkpoint of adapters identifies by a digest.
 
 Names, fusing and splitting follow fsdp/models/hf_weights.py. Not here: which rows a rank keeps
-(fsdp/parallel/materialize.py), or how such files are written (export.py).
+(fsdp/shard/materialize.py), or how such files are written (export.py).
 """
 
 from __future__ import annotations

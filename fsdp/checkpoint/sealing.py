@@ -22,7 +22,7 @@ from fsdp.checkpoint import inspect
 from fsdp.checkpoint.inspect import one_line
 from fsdp.checkpoint.manifest import MANIFEST, Broken, data_file
 from fsdp.checkpoint.store import Store
-from fsdp.dist.collectives import ObjectGroup
+from fsdp.distributed.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
 

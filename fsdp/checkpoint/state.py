@@ -28,7 +28,7 @@ from fsdp.base.devices import NAMES, digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
-from fsdp.dist.collectives import ObjectGroup, first_row, local_tensor
+from fsdp.distributed.collectives import ObjectGroup, first_row, local_tensor
 from fsdp.models.units import clean_name
 from fsdp.optim.optimizer import TrainState, averages
 

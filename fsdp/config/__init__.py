@@ -8,7 +8,8 @@
     trust           reads a run directory's config.toml, and limits the code that it may name
     command_line    the argument parser of the tools, --help and --help-all
 
-Not here: what a field does, and checks that need the number of ranks (fsdp/dist/mesh.py). Imports no torch.
+Not here: what a field does, and checks that need the number of ranks (fsdp/distributed/mesh.py). Imports no
+torch.
 """
 
 from fsdp.config.checks import check

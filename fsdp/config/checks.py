@@ -2,7 +2,7 @@
 
 A row is (field, another, condition, hint, reason): if the condition holds, the two as they are given do not
 go together. In hints `{a.b}` is the value of that field. Not here: checks that need the number of ranks
-(fsdp/dist/mesh.py) or the device (fsdp/parallel/checks.py).
+(fsdp/distributed/mesh.py) or the device (fsdp/shard/checks.py).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from fsdp.base.errors import OneRankError, ShardrunError, one_line
 from fsdp.base.phases import READER
 from fsdp.base.text import listed
 from fsdp.data.types import Batch, Samples, StepBatch
-from fsdp.dist.mesh import DataRank
+from fsdp.distributed.mesh import DataRank
 from fsdp.models.loss import count_tokens
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError, ShardrunError, one_line
 from fsdp.base.torch_private import tree_leaves
-from fsdp.dist import collectives
+from fsdp.distributed import collectives
 
 PAGE = "docs/data.md#streams"
 END = object()

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import columns, counted, listed, named_ranks
-from fsdp.dist.env import DistEnv, launcher_hints
-from fsdp.dist.process_group import TAKEN, RankFacts, differences
+from fsdp.distributed.env import DistEnv, launcher_hints
+from fsdp.distributed.process_group import TAKEN, RankFacts, differences
 
 SECONDS = 0.4
 CONNECT_S = 3.0

@@ -5,5 +5,5 @@
     oom_advice   what a step needs, and what each flag frees
     profile      --profile.*: its start, its end and its files
 
-Not here: sharding (fsdp/parallel/shard.py), recomputation and offloading (fsdp/parallel/).
+Not here: sharding (fsdp/shard/shard.py), recomputation and offloading (fsdp/shard/).
 """

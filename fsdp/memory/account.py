@@ -31,15 +31,15 @@ from fsdp.base.torch_private import (
 )
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.dist.collectives import local_tensor, tensors_in
+from fsdp.distributed.collectives import local_tensor, tensors_in
 from fsdp.optim.optimizer import is_custom
 
 if TYPE_CHECKING:
     from fsdp.base.phases import Phases
     from fsdp.data.types import Samples
-    from fsdp.dist.mesh import BatchPlan
+    from fsdp.distributed.mesh import BatchPlan
     from fsdp.models.loss import CustomLoss
-    from fsdp.parallel.shard import Sharded
+    from fsdp.shard.shard import Sharded
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 """other: module buffers, temporaries of the optimizer, what a save stages."""

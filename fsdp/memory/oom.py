@@ -27,7 +27,7 @@ from fsdp.base.errors import Scope, ShardrunError
 from fsdp.base.proc import memory_bytes, memory_group
 from fsdp.base.text import byte_size, columns, print_line
 from fsdp.config import Config, accepts
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.memory.account import OomContext, OomFacts, by_size, largest_first, tally
 
 if TYPE_CHECKING:

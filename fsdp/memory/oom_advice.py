@@ -24,7 +24,7 @@ from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_by
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
 from fsdp.models.loss import LossFunction
 from fsdp.models.units import blocks_of, find_units
-from fsdp.parallel.activations import apply_activation_checkpointing
+from fsdp.shard.activations import apply_activation_checkpointing
 
 MARGIN = 1.1
 """A suggestion must free this many times what is missing: the arithmetic ignores the allocator's rounding."""

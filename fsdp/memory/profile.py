@@ -31,8 +31,8 @@ from fsdp.base.torch_private import (
     write_allocator_snapshot,
 )
 from fsdp.config import ProfileSection, profile_steps
-from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv
+from fsdp.distributed import collectives
+from fsdp.distributed.env import DistEnv
 from fsdp.memory.account import StorageTracker, by_size
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 The rules of names (renamed, fused and split tensors) are transformers' own, its conversion mapping. Both
 directions are computed on meta tensors first: a tensor's place and shape are known before any byte is read.
 Random weights of a module are a function of the seed and its name: no more than one module is held. Not here:
-files (fsdp/checkpoint/pretrained.py), or who receives them (fsdp/parallel/materialize.py).
+files (fsdp/checkpoint/pretrained.py), or who receives them (fsdp/shard/materialize.py).
 """
 
 from __future__ import annotations

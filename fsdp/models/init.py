@@ -5,7 +5,7 @@ the stream. So a rank draws its own shard alone, with the same bits however the 
 builds a whole model alike. numpy draws the words on the host; on a CUDA device they are drawn there, in
 int64. The first use on a device compares a block with the host's: where a bit differs, the host draws. Not
 here: the distribution of each parameter (`param_inits()` of each model), or
-which rank draws which part (fsdp/parallel/materialize.py).
+which rank draws which part (fsdp/shard/materialize.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selects the communication units: the model's units(), its repeated blocks, N of them, a class, or a size.
 
 A unit is a list of modules whose parameters are gathered together; parameters in no unit belong to the root.
-Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the units. And the names of a
+Only the selection is here, on plain modules; fsdp/shard/shard.py shards the units. And the names of a
 model's tensors: all names of a tied one, and names without those of wrappers; and of modules that hold more.
 """
 

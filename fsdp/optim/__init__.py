@@ -6,5 +6,5 @@
     small_states  Adam with moments in bf16 or 8 bits
     gradients     the gradient norm of the whole model, clipping, fp16's loss scale, steps that are not finite
 
-Not here: where the states of an optimizer rest between updates (fsdp/parallel/offload.py, nvme.py).
+Not here: where the states of an optimizer rest between updates (fsdp/shard/offload.py, nvme.py).
 """

@@ -22,8 +22,8 @@ from fsdp.base.errors import NotFiniteError, TrainingError
 from fsdp.base.text import named_ranks
 from fsdp.base.torch_private import foreach_multiply_, foreach_norm
 from fsdp.config import TrainSection
-from fsdp.dist import collectives
-from fsdp.dist.collectives import local_tensor
+from fsdp.distributed import collectives
+from fsdp.distributed.collectives import local_tensor
 from fsdp.optim.optimizer import TrainState
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.dist import collectives
-from fsdp.dist.collectives import local_tensor, rows_of, shard_axis, shard_count
+from fsdp.distributed import collectives
+from fsdp.distributed.collectives import local_tensor, rows_of, shard_axis, shard_count
 from fsdp.models.lora import matching, patterns
 from fsdp.models.units import clean_name
 

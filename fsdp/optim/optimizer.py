@@ -40,8 +40,8 @@ from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.torch_private import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
-from fsdp.dist import collectives
-from fsdp.dist.collectives import local_tensor
+from fsdp.distributed import collectives
+from fsdp.distributed.collectives import local_tensor
 from fsdp.models import load_attribute
 from fsdp.models.registry import blame, parameters_of
 from fsdp.models.units import clean_name
@@ -369,7 +369,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass
 class TrainState:
-    """model is what fsdp/parallel/shard.py returned: the FSDP root, or the module inside
+    """model is what fsdp/shard/shard.py returned: the FSDP root, or the module inside
     DistributedDataParallel.
     """
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import like_shard
-from fsdp.dist.collectives import first_row, local_tensor
+from fsdp.distributed.collectives import first_row, local_tensor
 
 Kind = Literal["bf16", "8bit"]
 Views = dict[str, Tensor]

@@ -44,7 +44,7 @@ from fsdp.watch.status_page import ProcessExit
 if TYPE_CHECKING:
     import torch
 
-    from fsdp.dist.env import DistEnv
+    from fsdp.distributed.env import DistEnv
     from fsdp.parity.reference import TrainingRecord
     from fsdp.run.job import Job
 
@@ -244,8 +244,8 @@ def _rank(rank: int, options: ParityOptions, row: Row, folder: str, device: str)
     import torch
     import torch.distributed as dist
 
-    from fsdp.dist.env import DistEnv, pick_device
-    from fsdp.dist.process_group import process_group
+    from fsdp.distributed.env import DistEnv, pick_device
+    from fsdp.distributed.process_group import process_group
 
     torch.set_num_threads(_threads(options))
     ranks, place = options.ranks, pick_device(rank, "cuda" if device == "cuda" else "cpu")

@@ -22,13 +22,13 @@ from fsdp import config as configuration
 from fsdp.base.devices import NAMES
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
+from fsdp.distributed.mesh import MeshSizes, plan_batch, resolve
 from fsdp.memory.account import resting_bytes
-from fsdp.parallel.shard import resolve_dtypes
 from fsdp.plan.fake_step import FakeRun, subject_of, trace_step
 from fsdp.plan.step_time import UNMEASURED, Rates, Step, rates_for, time_step
 from fsdp.plan.trace import AFTER, CODE, COLUMN, COLUMNS, HOST_KINDS, KINDS, POOLS, Stretch, Trace
 from fsdp.run.job import model_of
+from fsdp.shard.shard import resolve_dtypes
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096

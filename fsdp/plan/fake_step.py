@@ -1,7 +1,7 @@
 """The step of a run (fsdp/run/step.py), traced: on fake tensors for any mesh and rank, or on a run's own.
 
 The process group of a plan is fake: any number of ranks, any one of them traced, and no memory behind a
-tensor. The mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/parallel/shard.py shards
+tensor. The mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/shard/shard.py shards
 the model on the meta device, and only then its shards become fake tensors. Loader, saves and console are no
 part of the step. The data need not be present: if --data.name is at its default, or its files are elsewhere,
 samples of the model's own kind are used, with a note.
@@ -34,8 +34,8 @@ from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
 from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
-from fsdp.dist.collectives import tensors_in
-from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.distributed.collectives import tensors_in
+from fsdp.distributed.mesh import MeshSizes, build_mesh
 from fsdp.models import ModelSpec, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import ChunkedHead
@@ -45,10 +45,10 @@ from fsdp.models.registry import PREFIX, blame
 from fsdp.models.units import blocks_of
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
-from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.plan.trace import AFTER, Trace, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+from fsdp.shard.shard import Sharded, shard_model, sharding_of
 
 CPU = torch.device("cpu")
 

@@ -36,7 +36,7 @@ import numpy as np
 from fsdp.base.devices import DEVICES, find
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.dist.mesh import MeshSizes
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.plan.fake_step import FakeRun
 from fsdp.plan.trace import AFTER, CODE, OPS, Trace
 

@@ -38,7 +38,7 @@ from fsdp.base.torch_private import (
     schema,
     sharded_gradient,
 )
-from fsdp.dist.collectives import local_tensor, tensors_in
+from fsdp.distributed.collectives import local_tensor, tensors_in
 from fsdp.memory.account import LiveStorages
 
 KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers",

@@ -26,7 +26,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import is_of_output, print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.trust import TRUST_HELP
-from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0
+from fsdp.distributed.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0
 from fsdp.predict.trained import Classes, Text, TrainedModel, classify, continued, is_text, open_run
 from fsdp.rundir import history
 from fsdp.watch.status_page import ProcessExit

@@ -38,19 +38,19 @@ from fsdp.config.trust import check_store, load_run_config
 from fsdp.data import DataSet, Samples, build_dataset, heldout_batches
 from fsdp.data.images import prepare, upright
 from fsdp.data.registry import with_model_tokenizer
-from fsdp.dist.collectives import ObjectGroup, broadcast_object
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import DataRank, MeshSizes, build_mesh
-from fsdp.dist.process_group import process_group
+from fsdp.distributed.collectives import ObjectGroup, broadcast_object
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import DataRank, MeshSizes, build_mesh
+from fsdp.distributed.process_group import process_group
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.hf import KERNELS
 from fsdp.models.loss import read_output
 from fsdp.models.registry import PREFIX
 from fsdp.models.units import all_names
-from fsdp.parallel.materialize import check_state_fits, materialize
-from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.run.job import model_of
 from fsdp.rundir.history import RunDir, trained_classes
+from fsdp.shard.materialize import check_state_fits, materialize
+from fsdp.shard.shard import Sharded, shard_model, sharding_of
 from fsdp.tokenize.conversations import Tokenizer, load_tokenizer
 
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".safetensors")

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.text import PrintableFormatter, byte_size, prepare_streams, print_line
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.rundir.history import Appender, RunDir, save_record
 
 log = logging.getLogger(__name__)

@@ -59,7 +59,7 @@ def _sample(run: RunData, trusted: Sequence[str]) -> Sample:
     if size > LARGEST_EXPORT:
         return Sample(reason=f"the export has {size / 2**30:.1f} GiB: python -m fsdp.predict {run.path}")
     try:
-        from fsdp.dist.env import from_environment
+        from fsdp.distributed.env import from_environment
         from fsdp.predict.trained import Text, continued, default_prompt, open_run
 
         with open_run(run.path, from_environment({}), (), trusted) as trained:

@@ -23,29 +23,29 @@ from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
 from fsdp.data import Loader
 from fsdp.data.types import stream_key
-from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv, end_time, set_allocator, unused_allocation
-from fsdp.dist.mesh import build_mesh, data_rank
-from fsdp.dist.process_group import check as check_ranks
-from fsdp.dist.process_group import process_group
-from fsdp.dist.stop import Stopper
+from fsdp.distributed import collectives
+from fsdp.distributed.env import DistEnv, end_time, set_allocator, unused_allocation
+from fsdp.distributed.mesh import build_mesh, data_rank
+from fsdp.distributed.process_group import check as check_ranks
+from fsdp.distributed.process_group import process_group
+from fsdp.distributed.stop import Stopper
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.loss import LossFunction, summed_entropy
 from fsdp.models.units import names_in_state
 from fsdp.optim.optimizer import Ema, StateStore, TrainState, apply_hyperparameters, build_optimizer
-from fsdp.parallel.checks import check_first_forward, state_digest
-from fsdp.parallel.compute import attention_kernel
-from fsdp.parallel.materialize import build_on_host, materialize
-from fsdp.parallel.shard import Dtypes, Sharded, Sharding, replicate, shard_model
 from fsdp.record.recorder import Console, Recorder, Reporter, set_up_logging
 from fsdp.run.job import Job, flops_per_sample, peak_flops
 from fsdp.rundir import history
 from fsdp.rundir.history import RunDir, writing
 from fsdp.rundir.lock import TWO_RUNS, Folder, Lock, hold
+from fsdp.shard.checks import check_first_forward, state_digest
+from fsdp.shard.compute import attention_kernel
+from fsdp.shard.materialize import build_on_host, materialize
+from fsdp.shard.shard import Dtypes, Sharded, Sharding, replicate, shard_model
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import Base, PretrainedWeights
-    from fsdp.parallel.nvme import NvmeFiles
+    from fsdp.shard.nvme import NvmeFiles
 
 log = logging.getLogger(__name__)
 
@@ -173,12 +173,12 @@ def stores(parts: RunParts) -> tuple[NvmeFiles | None, StateStore | None]:
     """The files of --memory.nvme, and what holds the optimizer's states beside the device. Collective."""
     memory, optim, model = parts.config.memory, parts.config.optim, parts.sharded
     if memory.nvme != "off":
-        from fsdp.parallel.nvme import NvmeFiles
+        from fsdp.shard.nvme import NvmeFiles
 
         files = NvmeFiles(memory, optim, model.root, model.units, state_dtype=model.dtypes.master)
         return files, files
     if memory.optimizer_offload:
-        from fsdp.parallel.offload import HostStates
+        from fsdp.shard.offload import HostStates
 
         return None, HostStates(optim, model.dtypes.master, parts.env.device)
     return None, None

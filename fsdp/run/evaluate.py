@@ -14,8 +14,8 @@ from torch import nn
 from fsdp.base.phases import Activity, announces
 from fsdp.data import heldout_batches
 from fsdp.data.types import Batch
-from fsdp.dist.collectives import ranks, sum_over_ranks
-from fsdp.dist.mesh import data_rank
+from fsdp.distributed.collectives import ranks, sum_over_ranks
+from fsdp.distributed.mesh import data_rank
 from fsdp.models.init import persistent
 from fsdp.run.build import RunParts
 from fsdp.run.step import sums_by_source

@@ -26,7 +26,7 @@ from fsdp.base.torch_private import fake_forward
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer
-from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.distributed.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.init import seeded, to_empty
@@ -34,10 +34,10 @@ from fsdp.models.loss import CustomLoss, LossFunction, load_loss
 from fsdp.models.registry import POSITIONS, check_parameters
 from fsdp.models.units import batch_norms, kept_tensors
 from fsdp.optim.optimizer import Schedule, TrainState, load_factory
-from fsdp.parallel.checks import check_device, stale_reference
-from fsdp.parallel.compute import check_attention, check_divide, check_float8, check_float8_tokens
-from fsdp.parallel.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
 from fsdp.rundir import history
+from fsdp.shard.checks import check_device, stale_reference
+from fsdp.shard.compute import check_attention, check_divide, check_float8, check_float8_tokens
+from fsdp.shard.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
 
 if TYPE_CHECKING:
     from fsdp.data.mixture import MixCursor

@@ -14,7 +14,7 @@ from fsdp.base.errors import exception_line
 from fsdp.base.phases import Ending, Phases
 from fsdp.base.proc import collection_paused
 from fsdp.config import Config, replace
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.memory.account import OomContext
 from fsdp.memory.oom import OutOfMemoryHandler
 from fsdp.optim.optimizer import TrainState, maybe_ema

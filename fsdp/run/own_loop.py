@@ -29,18 +29,18 @@ from torch import Tensor, nn
 from fsdp.base.errors import CheckpointError, ConfigError, NotFiniteError
 from fsdp.base.phases import Phases
 from fsdp.config import Config
-from fsdp.dist.collectives import on_main, sum_over_ranks
-from fsdp.dist.env import DistEnv, from_environment
-from fsdp.dist.mesh import resolve
+from fsdp.distributed.collectives import on_main, sum_over_ranks
+from fsdp.distributed.env import DistEnv, from_environment
+from fsdp.distributed.mesh import resolve
 from fsdp.models import ModelSpec
 from fsdp.optim.gradients import Verdicts
 from fsdp.optim.optimizer import StateCheck, TrainState, check_step, update_of
-from fsdp.parallel.compute import check_attention
-from fsdp.parallel.shard import Sharded, sharding_of
 from fsdp.record.recorder import Console, Reporter
 from fsdp.run import build
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, apply_update, gradients_of, reduced_norm
+from fsdp.shard.compute import check_attention
+from fsdp.shard.shard import Sharded, sharding_of
 from fsdp.watch.rank import Watch
 
 log = logging.getLogger(__name__)

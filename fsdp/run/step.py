@@ -17,12 +17,12 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import Checkpointer
 from fsdp.data.types import Batch, DataInfo, StepBatch
-from fsdp.dist.collectives import Sum, call_after_backward
+from fsdp.distributed.collectives import Sum, call_after_backward
 from fsdp.models.loss import LABELS, LossFunction, LossParts
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import LR_RATIO
-from fsdp.parallel.shard import Sharded
+from fsdp.shard.shard import Sharded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,15 @@ from torch import nn
 from fsdp.base.text import as_typed, byte_size, columns, from_here
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.config import Config, PlanSection
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.memory.account import resting_bytes
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
-from fsdp.parallel.compute import whole_parameters
 from fsdp.run.build import RunParts
 from fsdp.run.evaluate import Outcome
 from fsdp.run.job import Job, prepare, trained_model
 from fsdp.rundir.history import RunDir, read_records
+from fsdp.shard.compute import whole_parameters
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from fsdp.models.loss import read_output
 from fsdp.models.registry import PACKED, POSITIONS
 from fsdp.optim.gradients import LossScaler, Verdicts
 from fsdp.optim.optimizer import StateCheck, is_custom, update_of
-from fsdp.parallel.compute import refresh_of_scales
 from fsdp.record.recorder import Pending
 from fsdp.run.build import RunParts
 from fsdp.run.evaluate import Evaluation, Outcome, evaluate
@@ -32,6 +31,7 @@ from fsdp.run.step import BatchTotals, StepParts, gradients_of, train_step
 from fsdp.run.summary import compare_plan
 from fsdp.rundir import history
 from fsdp.rundir.lock import TWO_RUNS
+from fsdp.shard.compute import refresh_of_scales
 
 if TYPE_CHECKING:
     from fsdp.watch.replica_checks import BranchCheck, ReplicaChecks

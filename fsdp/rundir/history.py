@@ -40,7 +40,7 @@ from fsdp.base.text import counted, listed
 
 if TYPE_CHECKING:
     from fsdp.config import Config
-    from fsdp.dist.env import DistEnv
+    from fsdp.distributed.env import DistEnv
 
 log = logging.getLogger(__name__)
 

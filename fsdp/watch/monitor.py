@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import SIGNALS
-from fsdp.dist.env import launcher_hints
+from fsdp.distributed.env import launcher_hints
 from fsdp.watch.links import Head, Peer
 from fsdp.watch.observe import ANSWER_S, NodeRanks, Observation, Watched
 from fsdp.watch.records import ENDED, EVIDENCE, RecordFiles, TimingRecorder

@@ -48,9 +48,9 @@ from fsdp.base.errors import LaunchError
 from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
 from fsdp.base.torch_private import flight_recorder_entries
 from fsdp.config import WatchSection
-from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv, address_towards, is_loopback, rendezvous_host
-from fsdp.dist.stop import LAST_ACTS
+from fsdp.distributed import collectives
+from fsdp.distributed.env import DistEnv, address_towards, is_loopback, rendezvous_host
+from fsdp.distributed.stop import LAST_ACTS
 from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
 from fsdp.watch.status_page import StatusPage, failure_report, wake, write_torchrun_error_file

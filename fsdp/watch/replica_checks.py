@@ -27,11 +27,11 @@ from fsdp.base.torch_private import (
     unreduced_groups,
 )
 from fsdp.config import WatchSection
-from fsdp.dist import collectives
-from fsdp.dist.collectives import local_tensor
-from fsdp.dist.env import set_variable
+from fsdp.distributed import collectives
+from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.env import set_variable
 from fsdp.models.units import clean_name
-from fsdp.parallel.shard import Sharded
+from fsdp.shard.shard import Sharded
 
 
 def make_deterministic() -> None:
@@ -96,8 +96,8 @@ def odd_ones(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:
 # into another, without an error where shapes agree.
 #
 # A step's forward order of units and the parameters of its reductions make one number, the signature. It
-# travels with the next step's vote on stopping (fsdp/dist/stop.py), after which a difference ends the run.
-# Measured on CPU for 58 parameters in 7 groups (292 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs
+# travels with the next step's vote on stopping (fsdp/distributed/stop.py), after which a difference ends the
+# run. Measured on CPU for 58 parameters in 7 groups (292 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs
 # within a step. Ranks that issue a different number of collectives hang, and gloo aborts a rank that
 # receives a reduction of another size: fsdp/watch/verdict.py reports that, with the parameters that a rank
 # has left out of its reduction.

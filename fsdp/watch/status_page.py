@@ -49,7 +49,7 @@ from typing import Any
 from fsdp.base import proc
 from fsdp.base.errors import OtherRankFailed, ShardrunError, error_number, exception_line, first_line
 from fsdp.base.phases import PHASES, SIGNALS, Activity
-from fsdp.dist.env import DistEnv, is_peer_failure
+from fsdp.distributed.env import DistEnv, is_peer_failure
 from fsdp.record import STUCK
 
 STACK_SIGNAL = signal.SIGRTMIN + 7

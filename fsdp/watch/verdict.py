@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from fsdp.base.phases import PHASES
 from fsdp.base.text import byte_size, named_ranks
-from fsdp.dist.env import LauncherHints
+from fsdp.distributed.env import LauncherHints
 from fsdp.watch.observe import (
     BUSY_S,
     GroupCalls,

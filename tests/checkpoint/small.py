@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.checkpoint import Checkpointer
 from fsdp.config import CheckpointSection
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import MeshSizes, build_mesh
 from fsdp.optim.optimizer import TrainState
 from fsdp.rundir.lock import Lock
 

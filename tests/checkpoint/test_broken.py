@@ -23,7 +23,7 @@ from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.manifest import MANIFEST, METADATA
 from fsdp.checkpoint.save import HEAD
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.checkpoint.small import bits, build, save_once
 from tests.support.faulty_file import FLIP, Fault, always, faulty, once
 from tests.support.marks import quick_are

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.checkpoint.small import Kind, bits, build, save_once
 from tests.support.marks import quick_are, sample_are
 from tests.support.runs import failures, run

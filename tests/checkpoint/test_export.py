@@ -27,7 +27,7 @@ from fsdp.checkpoint.export import export
 from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.checkpoint.pretrained import TORCH_FILE, open_full_state
 from fsdp.checkpoint.save import HEAD
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
 from tests.support.world import run_world
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import logging, sys, torch
-from fsdp.dist.env import from_environment
+from fsdp.distributed.env import from_environment
 from fsdp.base.errors import CheckpointError
 from tests.checkpoint.small import build
 logging.basicConfig(format="%(message)s")

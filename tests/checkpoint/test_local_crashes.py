@@ -28,8 +28,8 @@ from fsdp.checkpoint.manifest import MANIFEST, Broken, final_name, parse_name
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import MeshSizes
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.optim.optimizer import TrainState
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.test_crashes import ENV, no_fsync_of, violations

@@ -25,7 +25,7 @@ from fsdp.checkpoint.local_tier import LocalTier
 from fsdp.checkpoint.manifest import data_file
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import Buffer, LocalStore
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.checkpoint.small import Kind, Run, bits, build, save_once
 from tests.support.world import WorldError, run_world
 

@@ -15,7 +15,7 @@ from fsdp.base.errors import CheckpointError, RefusedError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.store import LocalStore, ObjectStore, open_store
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.rundir import lock
 from fsdp.rundir.lock import FILE, Folder, Lock, hold, this_holder
 from tests.checkpoint import s3_server

@@ -13,7 +13,7 @@ import pytest
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import restore
 from fsdp.checkpoint.store import LocalStore, ObjectStore
-from fsdp.dist.collectives import ObjectGroup
+from fsdp.distributed.collectives import ObjectGroup
 from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp.base.errors import CheckpointError
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.checkpoint.small import Kind, Run, bits, build, save_once
 from tests.support.plain_loop import relative_difference, train_plainly
 from tests.support.runs import failures, run, settings

@@ -19,8 +19,8 @@ from fsdp.checkpoint import state as states
 from fsdp.checkpoint.save import HEAD
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.config import CheckpointSection
-from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.collectives import ObjectGroup
+from fsdp.distributed.env import DistEnv
 from fsdp.optim.optimizer import TrainState
 from tests.checkpoint.small import build_state
 from tests.support.env import env_of

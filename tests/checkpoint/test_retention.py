@@ -17,8 +17,8 @@ from fsdp.checkpoint.manifest import MANIFEST, METADATA
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
-from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.collectives import ObjectGroup
+from fsdp.distributed.env import DistEnv
 from fsdp.rundir.lock import FILE
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build

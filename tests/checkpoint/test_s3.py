@@ -22,7 +22,7 @@ from fsdp.checkpoint import store as stores
 from fsdp.checkpoint.manifest import MANIFEST, parse_name
 from fsdp.checkpoint.save import HEAD
 from fsdp.checkpoint.store import ObjectStore, open_store
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
 from tests.support.world import WorldError, run_world

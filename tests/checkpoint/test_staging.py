@@ -19,7 +19,7 @@ from fsdp.checkpoint import Checkpointer, save
 from fsdp.checkpoint.save import Staging, write_file
 from fsdp.checkpoint.state import Piece
 from fsdp.config import CheckpointSection
-from fsdp.dist.mesh import MeshSizes
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.optim.optimizer import TrainState
 from tests.support.env import env_of
 

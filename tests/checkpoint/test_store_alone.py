@@ -14,7 +14,7 @@ import pytest
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.store import ObjectStore, open_store
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from launch.node import free_port
 from tests.checkpoint import s3_server
 from tests.checkpoint.dying_model import VARIABLE

@@ -14,7 +14,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.save import Staging
 from fsdp.config import CheckpointSection
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim.optimizer import TrainState
 from tests.checkpoint.small import Run, bits, build, build_state, save_once
 from tests.support.world import run_world

@@ -15,7 +15,7 @@ import torch
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.data.test_text_tokens import rows_of
 from tests.support import runs
 from tests.support.data_cache import own_cache as own_cache

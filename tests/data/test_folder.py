@@ -16,7 +16,7 @@ from fsdp.base.errors import TrainingError
 from fsdp.config import DataSection
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
 from fsdp.data.images import ImageFiles
-from fsdp.dist.mesh import DataRank
+from fsdp.distributed.mesh import DataRank
 from tests.support.data_cache import own_cache as own_cache
 
 GREY = {"image_size": 8, "channels": 1, "mean": (0.5,), "std": (0.5,)}

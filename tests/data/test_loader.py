@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp.base.errors import TrainingError
 from fsdp.data import Batch, Cursor, Loader, heldout_batches
-from fsdp.dist.mesh import DataRank
+from fsdp.distributed.mesh import DataRank
 
 
 class Numbers:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp import config as configuration
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.run.summary import dry_run
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import LONG, NOT_RUN, RUN

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.doctor import __main__ as doctor
 from fsdp.doctor import checks
 from fsdp.doctor.checks import NodeReports
@@ -53,7 +53,7 @@ def never_done(*_: Any) -> None:
 
 def main() -> int:
     """As `-m fsdp.doctor`, on a node whose last rank hangs in its matrix product."""
-    from fsdp.dist.env import from_environment
+    from fsdp.distributed.env import from_environment
 
     env = from_environment()
     if env.rank == env.world_size - 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.dist.process_group import RankFacts
+from fsdp.distributed.process_group import RankFacts
 from fsdp.doctor.checks import NodeReports, can_form_group, judge, text
 
 HOSTS = ("n0", "n1", "n2", "n3")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp import config
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.run.loop import train
 from tests.golden.configurations import INPUTS
 from tests.support import data_cache

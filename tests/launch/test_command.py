@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.config import load
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from launch.command import rank_command, ray_command
 from tests.support.env import env_of
 

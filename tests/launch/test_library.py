@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardrun
 from fsdp.base.errors import ConfigError, NotFiniteError
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim import gradients as nonfinite
 from fsdp.run import own_loop as own_loop_module
 from tests.launch.test_local import ROOT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.dist import stop
+from fsdp.distributed import stop
 from launch import policy
 from launch.policy import Act, Allocation, End, Kind, Past, decide, kind_of_stop
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from fsdp import config as configuration
 from fsdp.config import Config, MemorySection, MeshSection, OptimSection
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import build_mesh, resolve
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import build_mesh, resolve
 from fsdp.models import resolve as resolve_model
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.parallel import nvme, offload
-from fsdp.parallel.materialize import materialize
-from fsdp.parallel.nvme import NvmeFiles
-from fsdp.parallel.shard import Sharded, shard_model, sharding_of
+from fsdp.shard import nvme, offload
+from fsdp.shard.materialize import materialize
+from fsdp.shard.nvme import NvmeFiles
+from fsdp.shard.shard import Sharded, shard_model, sharding_of
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 

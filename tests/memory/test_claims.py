@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import claims
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.support.marks import quick_are
 from tests.support.world import run_world
 

@@ -14,9 +14,9 @@ from fsdp.config import load
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.hf import turn_caches_off
 from fsdp.models.units import find_units
-from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.run import job
 from fsdp.run.job import model_of
+from fsdp.shard.activations import apply_activation_checkpointing
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp import config as configuration
-from fsdp.dist.env import DistEnv, from_environment
+from fsdp.distributed.env import DistEnv, from_environment
 from fsdp.models import build_real, resolve
 from fsdp.predict.trained import open_run
 from tests.support.plain_loop import relative_difference, train_plainly

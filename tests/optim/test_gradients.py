@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import Strategy
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import Strategy
 from fsdp.optim.gradients import Gradients
 from fsdp.run.step import gradients_of
-from tests.parallel.test_materialize import made
+from tests.shard.test_materialize import made
 from tests.support import user_code
 from tests.support.marks import quick_are
 from tests.support.world import run_world

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp import config as configuration
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim import gradients as loss_scale
 from fsdp.optim.gradients import LossScaler
 from fsdp.optim.optimizer import TrainState

@@ -17,7 +17,7 @@ import torch
 
 from fsdp import config as configuration
 from fsdp.config import TrainSection
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim import gradients as nonfinite
 from fsdp.optim.gradients import Gradients
 from fsdp.record import recorder

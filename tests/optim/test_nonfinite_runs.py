@@ -16,7 +16,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import NotFiniteError, TrainingError
 from fsdp.checkpoint.store import LocalStore
 from fsdp.data import Cursor
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim.gradients import Verdicts
 from fsdp.run.loop import train
 from tests.support.marks import quick_are

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 import fsdp.models.loss
 import fsdp.run.build
 import fsdp.run.step
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
-from fsdp.parallel.shard import Sharded
 from fsdp.parity.__main__ import ParityOptions, Row, train_row
 from fsdp.run.training_loop import TrainingLoop
+from fsdp.shard.shard import Sharded
 
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
 

@@ -118,9 +118,7 @@ def test_the_plain_loop_shares_no_code_that_computes() -> None:
     matrices, the user's factory and the learning rates.
     """
     modules = {module for _, module in imports(ROOT / "fsdp/parity/reference.py")}
-    assert {
-        module for module in modules if module.startswith(("fsdp.run", "fsdp.optim", "fsdp.parallel"))
-    } == {
+    assert {module for module in modules if module.startswith(("fsdp.run", "fsdp.optim", "fsdp.shard"))} == {
         "fsdp.run.job.Job",
         "fsdp.run.build.maybe_folder",
         "fsdp.run.build.maybe_state",

@@ -12,7 +12,7 @@ from bench.plan import MARGIN
 from bench.plan_cases import Case
 from bench.plan_real import _asks, _real_steps
 from fsdp.config import load
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_step import trace_step
 from tests.support.marks import sample_are

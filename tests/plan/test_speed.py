@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp.config import load
-from fsdp.dist.mesh import MeshSizes
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.plan.step_time import rates_for, send
 from tests.plan.asked import plan
 from tests.support.marks import quick_are

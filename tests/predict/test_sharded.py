@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.dist.collectives import local_tensor
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.env import DistEnv
 from fsdp.predict.__main__ import answer_as_rank, main, parse
 from fsdp.predict.trained import open_run
 from tests.support.runs import on_a_rank

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import load
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.record.sinks import MlflowSink, check_sinks
 from tests.support.runs import failures, finished, flags, on_a_rank
 from tests.support.world import run_world

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fsdp import config as configuration
 from fsdp.base.torch_private import prepare_torchvision
-from fsdp.dist.collectives import local_tensor
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import build_mesh
-from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import shard_model
+from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import build_mesh
 from fsdp.run.build import maybe_folder
 from fsdp.run.job import prepare, trained_model
+from fsdp.shard.materialize import materialize
+from fsdp.shard.shard import shard_model
 from tests.models import small_hf
 
 TEXTS = "--data.name tests.models.small_hf:texts --data.args.kind"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp.config import OptimSection
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim.optimizer import build_optimizer
 from tests.support.marks import quick_are
 from tests.support.runs import Finished, failures, run

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp import config as configuration
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim.small_states import compiled as compiled_update
 from fsdp.run.loop import train
 from fsdp.run.training_loop import TrainingLoop

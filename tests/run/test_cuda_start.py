@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.run import build, loop
 from tests.support.runs import settings
 from tests.support.world import run_world

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.optim import gradients as nonfinite
 from fsdp.record import recorder
 from fsdp.run.loop import train
@@ -28,7 +28,7 @@ from tests.support.world import run_world
 
 ROOT = str(Path(configuration.__file__).parents[1])
 PRINTED = 3
-ON_THE_HOST = {"dist/stop.py:_decision", "run/step.py:weight"}
+ON_THE_HOST = {"distributed/stop.py:_decision", "run/step.py:weight"}
 """Sums over ranks of numbers that each rank made on the host, over gloo: stop requests, counts of tokens."""
 AT_A_LINE = {"record/recorder.py:flush", "optim/gradients.py:settle"}
 
@@ -115,5 +115,5 @@ def test_the_host_reads_at_printed_lines_alone(case: str, tmp_path: Path) -> Non
     for places in run_world(2, reads_of_a_run, words):
         ordinary = set().union(*(places.get(step, set()) for step in (2, 4, 5)))
         assert ordinary <= ON_THE_HOST
-        assert "dist/stop.py:_decision" in ordinary, "the count sees reads"
+        assert "distributed/stop.py:_decision" in ordinary, "the count sees reads"
         assert places[2 * PRINTED] >= AT_A_LINE

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.run.loop import train
 from tests.support import needs
 from tests.support.marks import quick_are, sample_are

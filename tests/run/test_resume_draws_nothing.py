@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp.dist.env import DistEnv
-from fsdp.parallel import materialize
+from fsdp.distributed.env import DistEnv
+from fsdp.shard import materialize
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 

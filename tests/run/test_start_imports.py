@@ -30,7 +30,7 @@ SPARED = {
     "fsdp.models.hf_weights": "--model.name hf:",
     "fsdp.optim.muon": "--optim.name muon",
     "fsdp.optim.small_states": "--optim.state",
-    "fsdp.parallel.activations": "--memory.activation_checkpointing",
+    "fsdp.shard.activations": "--memory.activation_checkpointing",
     "fsdp.report": "the report",
     "fsdp.plan": "the planner",
     "fsdp.tokenize.conversations": "rows of text",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bench.plan_real import build
 from fsdp.config import load
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import MeshSizes
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.plan.fake_step import FakeRun, trace_step
 from fsdp.run.step import Totals, train_step

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 

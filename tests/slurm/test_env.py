@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp.base.errors import LaunchError
-from fsdp.dist import env
+from fsdp.distributed import env
 from tests.slurm.cluster import Cluster
 
 TASK: Mapping[str, str] = {

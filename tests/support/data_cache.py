@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from tests.support import runs
 
 

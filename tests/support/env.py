@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 
 
 def env_of(rank: int = 0, ranks: int = 1, *, nodes: int = 1, launcher: str = "tests") -> DistEnv:

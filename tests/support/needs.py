@@ -49,7 +49,6 @@ ABSENT: dict[str, Callable[[], str]] = {
     "ipykernel": functools.partial(_package, "ipykernel"),
     "mlflow": functools.partial(_package, "mlflow"),
     "datasets": functools.partial(_package, "datasets"),
-    "trl": functools.partial(_package, "trl"),
     "peft": functools.partial(_package, "peft"),
     "torchao": functools.partial(_package, "torchao"),
     "bindfs": lambda: "" if shutil.which("bindfs") else "bindfs is not installed (apt-get install bindfs)",

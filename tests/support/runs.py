@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp import config as configuration
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.run.loop import train
 from tests.support.world import run_world
 

@@ -27,7 +27,7 @@ from fsdp.base.errors import (
     TrainingError,
 )
 from fsdp.config import WatchSection
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.memory.oom import OutOfMemory
 from fsdp.watch import rank as watch_rank
 from fsdp.watch import status_page

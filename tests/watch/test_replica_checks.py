@@ -9,7 +9,7 @@ import torch
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.run.training_loop import TrainingLoop
 from fsdp.watch.replica_checks import odd_ones
 from tests.support.runs import failures, flags, on_a_rank, run

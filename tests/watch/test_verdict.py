@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp.base.phases import Activity
 from fsdp.base.torch_private import flight_recorder_entries
-from fsdp.dist.env import DistEnv
+from fsdp.distributed.env import DistEnv
 from fsdp.watch.observe import Frame, GroupCalls, Observation, group_calls, parse_stacks
 from fsdp.watch.verdict import Verdict, find_stuck, judge
 from tests.support.processes import eventually

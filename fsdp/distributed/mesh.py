@@ -1,0 +1,148 @@
+"""Axis names, their sizes for a number of ranks, and the DeviceMesh.
+
+The two axes have FSDP's names: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy in
+shards). The strategy becomes two sizes here; fsdp/shard/shard.py applies them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MeshSection, TrainSection, reshard_policy
+from fsdp.distributed.env import DistEnv
+
+# torch is imported in build_mesh: a wrong mesh is reported without waiting for it.
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("dp_replicate", "dp_shard")
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+"""Of a rank's groups on CUDA: numbers on the host travel by gloo."""
+
+Strategy = Literal["fsdp", "hsdp", "ddp"]
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """replicate × shard = ranks. `strategy` distinguishes ddp from hsdp with one shard."""
+
+    strategy: Strategy
+    replicate: int
+    shard: int
+
+    @functools.cached_property
+    def ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.replicate}×{self.shard}"
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """The slice of the global batch that a rank reads: both axes are data-parallel."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch = micro_batch × accumulation × ranks; the last micro-batch is padded if they do not
+    divide.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes:
+    """The sizes for this many ranks, or ConfigError with the whole equation."""
+    strategy = _strategy(mesh, world_size, num_nodes)
+    replicate, shard = _fill(mesh, strategy, world_size, num_nodes)
+    if replicate * shard != world_size:
+        raise ConfigError(
+            f"replicate {replicate} × shard {shard} = {replicate * shard} ranks, "
+            f"but {world_size} were started.",
+            f"--mesh.replicate 0 --mesh.shard 0, which fit any number, or start {replicate * shard}",
+        )
+    _check_reshard(mesh, shard)
+    return MeshSizes(strategy, replicate, shard)
+
+
+def _strategy(mesh: MeshSection, world_size: int, num_nodes: int) -> Strategy:
+    if mesh.strategy != "auto":
+        return mesh.strategy
+    # Nodes of one rank have nothing to shard within.
+    several = world_size > num_nodes > 1
+    return "hsdp" if mesh.replicate > 1 or (several and not mesh.replicate and not mesh.shard) else "fsdp"
+
+
+def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int) -> tuple[int, int]:
+    if strategy == "ddp":
+        return mesh.replicate or world_size, 1
+    if strategy == "fsdp":
+        return 1, mesh.shard or world_size
+    replicate, shard = mesh.replicate, mesh.shard
+    if not replicate and not shard:
+        # Shard inside a node, where links are fast; a single node splits in two if its ranks are even.
+        # Nodes with different numbers of ranks cannot each hold a whole copy.
+        even = num_nodes > 1 and world_size % num_nodes == 0
+        replicate = num_nodes if even else 2 if num_nodes == 1 and world_size % 2 == 0 else 1
+    return (replicate or max(1, world_size // shard)), (shard or max(1, world_size // replicate))
+
+
+def _check_reshard(mesh: MeshSection, shard: int) -> None:
+    policy = reshard_policy(mesh.reshard_after_forward)
+    if isinstance(policy, int) and not isinstance(policy, bool) and shard % policy:
+        divisors = [n for n in range(1, shard + 1) if shard % n == 0]
+        raise ConfigError(
+            f"--mesh.reshard_after_forward {policy} does not divide shard {shard}.",
+            f"--mesh.reshard_after_forward {max(n for n in divisors if n <= max(policy, 1))}",
+        )
+
+
+def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
+    """The mesh: one axis if the other has size 1, whose group is the default group; two for HSDP.
+
+    `timeout_s` sets the time-out of its groups, which do not inherit that of the default group; torch's own
+    is 10 minutes on NCCL, 30 on gloo.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = {"dp_replicate": sizes.replicate, "dp_shard": sizes.shard}
+    one = "dp_replicate" if sizes.strategy == "ddp" else "dp_shard" if sizes.replicate == 1 else ""
+    axes = (one,) if one else AXES
+    # Named backends, or torch splits the default group: of two backends it gives gloo NCCL's options, and in
+    # the second run of a process it ends with SIGSEGV (pytorch #192106).
+    named: Any = dict.fromkeys(axes, CUDA_BACKENDS) if device.type == "cuda" and not one else None
+    mesh = init_device_mesh(
+        device.type, tuple(whole[axis] for axis in axes), mesh_dim_names=axes, backend_override=named
+    )
+    if timeout_s is not None:
+        for axis in axes:
+            mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
+    return mesh
+
+
+def data_rank(env: DistEnv) -> DataRank:
+    return DataRank(env.rank, env.world_size)
+
+
+def plan_batch(train: TrainSection, ranks: int) -> BatchPlan:
+    """Micro-batch and accumulation from the global batch. An uneven share of a rank is padded and masked."""
+    share = -(-train.global_batch // ranks)
+    micro = train.micro_batch or share
+    if micro > share:
+        raise ConfigError(
+            f"--train.micro_batch {micro} is more than a rank's share: "
+            f"--train.global_batch {train.global_batch} over {ranks} ranks is {share}.",
+            f"--train.micro_batch {share}",
+        )
+    return BatchPlan(train.global_batch, micro, -(-share // micro))

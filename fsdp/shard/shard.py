@@ -1,0 +1,412 @@
+"""Shards a plain module, in the one order that works: float8 → checkpointing → compile → activations' offload
+→ fully_shard; or DDP around a model whose weights are real.
+
+The units are data from the model (fsdp/models/units.py); the groups are the mesh's. Weights are not touched:
+the model may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.base.devices import DTYPES
+from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private import check_buckets_reduced, convert_tensors
+from fsdp.config import (
+    CommSection,
+    Config,
+    MemorySection,
+    MeshSection,
+    PrecisionSection,
+    SpeedSection,
+    reshard_policy,
+)
+from fsdp.distributed.mesh import MeshSizes
+from fsdp.models.init import persistent
+from fsdp.models.units import blocks_of, find_units, has_separate_experts
+from fsdp.shard.checks import explained
+from fsdp.shard.compute import (
+    Hooks,
+    apply_casts,
+    apply_comm,
+    apply_float8,
+    average_gradients,
+    compiles,
+    load_hooks,
+    set_kernel_folders,
+    whole_parameters,
+)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes of stored parameters, computation, reduction and output; None leaves a dtype unchanged."""
+
+    master: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+    output: torch.dtype | None
+    frozen: torch.dtype | None = None
+    """Of stored parameters that are not trained; None is the master's."""
+
+    def stored(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.master if self.frozen is None or parameter.requires_grad else self.frozen
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.param == torch.float16
+
+
+def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
+    master = DTYPES[precision.master]
+    reduced = torch.float32 if master == torch.bfloat16 else master
+    fast = torch.bfloat16 if device.type == "cuda" and precision.master == "fp32" else master
+    return Dtypes(
+        master=master,
+        param=fast if precision.param == "auto" else DTYPES[precision.param],
+        reduce=reduced if precision.reduce == "auto" else DTYPES[precision.reduce],
+        output=None if precision.output == "auto" else DTYPES[precision.output],
+        frozen=None if precision.frozen == "auto" else DTYPES[precision.frozen],
+    )
+
+
+@dataclass
+class Sharded:
+    """root holds the parameters, runs is called (they differ under DDP); both have the same weights."""
+
+    root: nn.Module
+    sizes: MeshSizes
+    mesh: DeviceMesh
+    dtypes: Dtypes
+    device: torch.device
+    units: list[list[nn.Module]]
+    accumulate: str
+    keep_gathered: bool
+    divides_by: float = 0.0
+    whole: frozenset[str] = frozenset()
+    """Names of the parameters of --mesh.unsharded."""
+    compiled: Sequence[nn.Module] = ()
+    """The modules that are compiled."""
+    reduced: bool = field(default=False, init=False)
+    """Whether a last micro-batch has ended since the caller of the model set it to False."""
+    runs: nn.Module = field(init=False)
+    divisor: float = field(init=False)
+    """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
+    _last_set: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = self.root
+        self.divisor = self.divides_by or self.sizes.ranks
+
+    @functools.cached_property
+    def replicated(self) -> list[nn.Parameter]:
+        """Trained parameters that FSDP does not shard, 0-dim ones and those of --mesh.unsharded: each rank
+        keeps a copy, and their gradients are averaged here.
+        """
+        # Read when the weights are real: leaving meta replaces each parameter.
+        named = self.root.named_parameters()
+        return [p for name, p in named if p.requires_grad and (not p.dim() or name in self.whole)]
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Context of one forward and its backward; communication that the last micro-batch makes
+        unnecessary is skipped.
+        """
+        ddp = isinstance(self.runs, DistributedDataParallel)
+        if not ddp and isinstance(self.root, FSDPModule) and last is not self._last_set:
+            # Set once if each micro-batch is the last: the setters walk all modules.
+            self._last_set = last
+            self.root.set_is_last_backward(last)
+            if self.accumulate == "last":
+                self.root.set_requires_gradient_sync(last)
+            elif self.accumulate == "shard":
+                self.root.set_requires_all_reduce(last)
+            if self.keep_gathered:
+                self.root.set_reshard_after_backward(last)
+        try:
+            if isinstance(self.runs, DistributedDataParallel):
+                quiet = self.accumulate == "last" and not last
+                with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast():
+                    yield
+                if not quiet:
+                    self._check_reduced(self.runs)
+            else:
+                yield
+        except (IndexError, RuntimeError) as error:
+            raise explained(error) from error.__cause__
+        if last:
+            if self.sizes.ranks > 1 and not ddp:
+                average_gradients(self.replicated, self.divisor)
+            self.reduced = True
+
+    def _check_reduced(self, runs: DistributedDataParallel) -> None:
+        """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and
+        other ranks wait.
+        """
+        try:
+            check_buckets_reduced(runs)
+        except RuntimeError as error:
+            named = self.root.named_parameters()
+            unused = ",".join(name for name, p in named if p.requires_grad and p.grad is None)
+            fault = f"the loss does not depend on {unused}, and --mesh.strategy ddp reduces every gradient."
+            hint = f"--mesh.strategy fsdp, or --model.frozen {unused}"
+            raise ConfigError(fault, hint, scope="rank") from error
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy
+        would.
+        """
+        if self.dtypes.param == self.dtypes.master:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtypes.param)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of an evaluation: eval mode without gradients. Afterwards each module has its mode again,
+        and parameters that forward left gathered are sharded, or an optimizer would miss them.
+        """
+        modes = [(module, module.training) for module in self.root.modules()]
+        self.root.eval()
+        ddp = isinstance(self.runs, DistributedDataParallel)
+        try:
+            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext():
+                yield
+            for module in self.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # its own group alone
+        except (IndexError, RuntimeError) as error:
+            raise explained(error) from error.__cause__
+        finally:
+            self.root.train(modes[0][1])  # a module's own train() may do more than set the mode
+            for module, training in modes:
+                module.training = training
+
+    @property
+    def called(self) -> nn.Module:
+        """The module to call. DDP's wrapper would synchronise buffers in evaluation."""
+        return self.runs if self.root.training else self.root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """The part of a job that sharding reads: its sections, and what follows from them."""
+
+    mesh: MeshSection
+    memory: MemorySection
+    speed: SpeedSection
+    comm: CommSection
+    sizes: MeshSizes
+    device: torch.device
+    dtypes: Dtypes
+    compiled: bool
+    """Whether units are compiled."""
+    hooks: Hooks
+
+
+def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None) -> Sharding:
+    """`device` is None in a process that is no rank. ConfigError."""
+    here = device or torch.device("cpu")
+    return Sharding(
+        mesh=config.mesh,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
+        sizes=sizes,
+        device=here,
+        dtypes=resolve_dtypes(config.precision, here),
+        compiled=device is not None and compiles(config.speed, device),
+        hooks=load_hooks(config.comm),
+    )
+
+
+def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
+    """Shards the model, whose weights may still be on meta. For DDP call `replicate` once they are real."""
+    memory, speed, sharded_by_fsdp = job.memory, job.speed, job.sizes.strategy != "ddp"
+    _apply_dtypes(model, job.dtypes)
+    units = find_units(model, job.mesh.wrap)
+    apply_float8(units, speed, sharded=sharded_by_fsdp)
+    if memory.activation_checkpointing != "none" or memory.activation_budget < 1:
+        from fsdp.shard.activations import apply_activation_checkpointing
+
+        apply_activation_checkpointing(units, memory, compiled=job.compiled)
+    compiled_modules = (blocks_of(units) or [model]) if job.compiled else []
+    if job.compiled:
+        set_kernel_folders()
+    for module in compiled_modules:
+        # In place, so names stay; per unit: equal blocks are compiled once, and the graph has no gather.
+        module.compile()
+    if memory.activation_offload:
+        from fsdp.shard.offload import apply_activation_offload
+
+        apply_activation_offload(units, job.device, compiled=job.compiled)
+    policy = reshard_policy(job.mesh.reshard_after_forward)
+    sharded = Sharded(
+        root=model,
+        sizes=job.sizes,
+        mesh=mesh,
+        dtypes=job.dtypes,
+        device=job.device,
+        units=units,
+        accumulate=job.mesh.accumulate,
+        keep_gathered=policy == "step",
+        divides_by=job.comm.divide_by,
+        whole=frozenset(whole_parameters(model, job.mesh.unsharded)),
+        compiled=compiled_modules,
+    )
+    if sharded_by_fsdp:
+        _apply_fully_shard(sharded, policy, memory)
+        _reduce_unused_experts(model)
+        _apply_prefetch(units, speed)
+        apply_comm(model, job.comm, job.hooks)
+    return sharded
+
+
+def _apply_dtypes(model: nn.Module, dtypes: Dtypes) -> None:
+    """Converts parameters and buffers to the dtypes in which they are stored."""
+    if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
+        # Not model.to(dtype): it would take the imaginary part from complex buffers.
+        convert_tensors(
+            model,
+            lambda tensor: tensor.to(_kept(tensor, dtypes.master)) if tensor.is_floating_point() else tensor,
+        )
+    if dtypes.frozen is not None:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtypes.stored(parameter))
+
+
+def _kept(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
+    """Buffers, such as rotary tables and running means, stay in fp32 beside bf16 masters."""
+    buffer = not isinstance(tensor, nn.Parameter)
+    return torch.float32 if buffer and master == torch.bfloat16 else master
+
+
+def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
+    dtypes = sharded.dtypes
+    # Beside bf16 masters, buffers and inputs are fp32: FSDP casts the inputs.
+    plain = dtypes.param == dtypes.master != torch.bfloat16
+    mixed = MixedPrecisionPolicy(
+        # None where nothing is cast: a cast to the same dtype would still cost a copy in the gathered buffer.
+        param_dtype=None if plain and dtypes.frozen is None else dtypes.param,
+        reduce_dtype=None if plain and dtypes.reduce == dtypes.master else dtypes.reduce,
+        output_dtype=dtypes.output,
+    )
+    offload: OffloadPolicy = (
+        # Tensors in files cannot be pinned: that would hold them in memory.
+        CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda" and memory.nvme != "all")
+        if memory.cpu_offload
+        else OffloadPolicy()
+    )
+    reshard = policy if isinstance(policy, (bool, int)) else False
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
+        reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
+    named = sharded.root.named_parameters(remove_duplicate=False)
+    ignored = {p for name, p in named if p.dim() == 0 or name in sharded.whole}
+    if sharded.whole:
+        apply_casts(sharded.root, ignored, dtypes.master, dtypes.param)
+    wrap = functools.partial(  # a mesh of two axes selects HSDP
+        fully_shard, mesh=sharded.mesh, offload_policy=offload, ignored_params=ignored or None
+    )
+    # The model's output is the root's: a block's, cast too, would meet the root's parameters in bf16.
+    within = dataclasses.replace(mixed, output_dtype=None)
+    # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
+    # again at once.
+    for unit in sharded.units:
+        modules = unit if len(unit) > 1 else unit[0]
+        last = unit is sharded.units[-1]
+        wrap(modules, mp_policy=within, reshard_after_forward=False if last else reshard)
+    wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
+
+
+def _reduce_unused_experts(root: nn.Module) -> None:
+    """Experts that a rank does not use take part in its reductions with zeros: without them each rank would
+    reduce other parameters. One that no rank uses has a gradient of zeros then, which AdamW decays.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and has_separate_experts(module):
+            reduce_unused = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.11 has none
+            if reduce_unused is not None:
+                reduce_unused(True, recurse=False)
+
+
+def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> None:
+    """FSDP gathers one unit ahead by itself; a deeper prefetch is set on each unit."""
+    heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
+    for at, unit in enumerate(heads):
+        if speed.prefetch_forward > 1:
+            unit.set_modules_to_forward_prefetch(heads[at + 1 : at + 1 + speed.prefetch_forward])
+        if speed.prefetch_backward > 1:
+            unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
+
+
+def replicate(sharded: Sharded) -> None:
+    """Applies DDP after the weights are real and equal, without its own broadcast at the start."""
+    if sharded.sizes.strategy != "ddp":
+        return
+    for parameter in sharded.root.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)  # DDP would wait for a gradient of nothing
+    trains = any(p.requires_grad for p in sharded.root.parameters())
+    assert trains, "DDP refuses a model with nothing to train"
+    runs = DistributedDataParallel(
+        sharded.root,
+        device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
+        process_group=sharded.mesh.get_group("dp_replicate"),
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=False,
+        static_graph=False,
+    )
+    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants
+    # need it not. Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of
+    # the first.
+    buffers = {name for name, _ in sharded.root.named_buffers()}
+    runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
+    if sharded.sizes.ranks > 2:  # the sum of two has one order
+        _settle_buckets(runs)
+    sharded.runs = runs
+
+
+class _ParameterSums(nn.Module):
+    """Forward returns a sum of each parameter, whose gradient is what the caller gives."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._listed = tuple(parameters)  # not registered: they are the model's
+
+    def forward(self, _: None) -> tuple[torch.Tensor, ...]:
+        return tuple(parameter.sum() for parameter in self._listed)
+
+
+def _settle_buckets(runs: DistributedDataParallel) -> None:
+    """A backward of zeros, in the reverse order of definition. Collective.
+
+    DDP divides the gradients into other buckets after a process's first backward, in the order in which they
+    came. A sum over three ranks or more is rounded by its place in a bucket: without this, the first step of
+    a resumed run had other bits than that step of the run that went on.
+    """
+    trained = [parameter for parameter in runs.module.parameters() if parameter.requires_grad]
+    model, runs.module = runs.module, _ParameterSums(trained)
+    try:
+        sums = runs(None)  # with a device, DDP's forward needs an argument
+        torch.autograd.backward(sums, [torch.zeros_like(one) for one in sums])
+    finally:
+        runs.module = model
+    for parameter in trained:
+        parameter.grad = None

@@ -1,0 +1,82 @@
+"""From a strategy and a number of ranks to two sizes, from a global batch to micro-batches: or the equation
+of why not.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MeshSection, TrainSection
+from fsdp.distributed.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "nodes", "expected"),
+    [
+        ({}, 1, 1, ("fsdp", 1, 1)),
+        ({}, 4, 1, ("fsdp", 1, 4)),
+        ({}, 8, 2, ("hsdp", 2, 4)),
+        ({}, 4, 4, ("fsdp", 1, 4)),
+        ({"shard": 8}, 8, 2, ("fsdp", 1, 8)),
+        ({"replicate": 2}, 8, 1, ("hsdp", 2, 4)),
+        ({"strategy": "fsdp"}, 8, 2, ("fsdp", 1, 8)),
+        ({"strategy": "hsdp"}, 4, 1, ("hsdp", 2, 2)),
+        ({"strategy": "hsdp"}, 3, 1, ("hsdp", 1, 3)),
+        ({"strategy": "hsdp"}, 12, 3, ("hsdp", 3, 4)),
+        ({"strategy": "hsdp", "shard": 2}, 8, 1, ("hsdp", 4, 2)),
+        ({"strategy": "hsdp", "replicate": 4}, 8, 2, ("hsdp", 4, 2)),
+        ({"strategy": "ddp"}, 3, 1, ("ddp", 3, 1)),
+        ({"strategy": "ddp"}, 1, 1, ("ddp", 1, 1)),
+    ],
+)
+def test_sizes(flags: dict[str, object], ranks: int, nodes: int, expected: tuple[object, ...]) -> None:
+    assert resolve(MeshSection(**flags), ranks, nodes) == MeshSizes(*expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ({"strategy": "hsdp", "replicate": 2, "shard": 4}, 6, "replicate 2 × shard 4 = 8 ranks, but 6 "),
+        ({"strategy": "fsdp", "shard": 4}, 2, "replicate 1 × shard 4 = 4 ranks, but 2 were started. HINT: "),
+        ({"strategy": "ddp", "replicate": 4}, 2, "replicate 4 × shard 1 = 4 ranks, but 2 were started."),
+        ({"shard": 2}, 4, "replicate 1 × shard 2 = 2 ranks, but 4 were started. HINT: "),
+        ({"reshard_after_forward": "3"}, 4, "--mesh.reshard_after_forward 3 does not divide shard 4. HINT: "),
+    ],
+)
+def test_what_does_not_fit_and_what_would(flags: dict[str, object], ranks: int, message: str) -> None:
+    section = MeshSection(**flags)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        resolve(section, ranks)
+    assert str(caught.value).startswith(message)
+    hint = str(caught.value).partition("HINT: ")[2].partition(",")[0].split()
+    mended = {name.removeprefix("--mesh."): value for name, value in zip(hint[::2], hint[1::2], strict=True)}
+    typed = {name: int(value) if name in ("shard", "replicate") else value for name, value in mended.items()}
+    assert resolve(MeshSection(**{**flags, **typed}), ranks).ranks == ranks  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("train", "ranks", "expected"),
+    [
+        ({"global_batch": 64}, 2, (64, 32, 1)),
+        ({"global_batch": 64, "micro_batch": 8}, 2, (64, 8, 4)),
+        ({"global_batch": 11}, 4, (11, 3, 1)),
+        ({"global_batch": 13, "micro_batch": 2}, 3, (13, 2, 3)),
+        ({"global_batch": 2}, 4, (2, 1, 1)),
+    ],
+)
+def test_a_global_batch_becomes_micro_batches(
+    train: dict[str, int], ranks: int, expected: tuple[int, ...]
+) -> None:
+    plan = plan_batch(TrainSection(**train), ranks)  # type: ignore[arg-type]
+    assert plan == BatchPlan(*expected)
+    assert plan.micro_batch * plan.accumulation * ranks >= plan.global_batch
+
+
+def test_a_micro_batch_over_a_rank_s_share() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_batch(TrainSection(global_batch=10, micro_batch=8), 2)
+    assert str(caught.value) == (
+        "--train.micro_batch 8 is more than a rank's share: --train.global_batch 10 over 2 ranks is 5. "
+        "HINT: --train.micro_batch 5"
+    )

@@ -1,0 +1,98 @@
+"""Each setting keeps what it names for backward, and gradients stay equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection
+from fsdp.models.units import find_units
+from fsdp.shard.activations import apply_activation_checkpointing
+from tests.memory.held import Trunk, gradients, held
+from tests.support.marks import sample_are
+from tests.support.runs import run
+
+INPUT = torch.linspace(-1, 1, 2 * 64 * 32).view(2, 64, 32)
+
+
+def after(memory: MemorySection) -> tuple[int, list[Tensor]]:
+    """Bytes held between forward and backward, and the gradients."""
+    model = Trunk()
+    apply_activation_checkpointing(find_units(model), memory)
+    torch.manual_seed(5)
+    nbytes, output = held(model, lambda: model(INPUT))
+    return nbytes, gradients(model, output)
+
+
+def test_each_kind_keeps_less_and_computes_the_same() -> None:
+    none, expected = after(MemorySection())
+    full, one = after(MemorySection(activation_checkpointing="full"))
+    second, two = after(MemorySection(activation_checkpointing="full", activation_checkpointing_every=2))
+    ops, three = after(MemorySection(activation_checkpointing="ops"))
+    assert full < ops < none
+    assert full < second < none
+    for found in (one, two, three):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    sample_are(
+        [(2, "")],
+        [(2, ""), (4, "--mesh.strategy hsdp"), (2, "--mesh.strategy ddp --train.micro_batch 3")],
+    ),
+)
+def test_a_run_that_keeps_products_is_the_same_run(ranks: int, words: str, tmp_path: Path) -> None:
+    plain, ops = (
+        run(ranks, tmp_path / name, words, more)
+        for name, more in (("a", ""), ("b", "--memory.activation_checkpointing ops"))
+    )
+    assert [r.get("loss") for r in plain.records] == [r.get("loss") for r in ops.records]
+    assert all(torch.equal(ops.parameters[name], value) for name, value in plain.parameters.items())
+
+
+def test_the_compiler_keeps_the_budget() -> None:
+    functorch: Any = torch._functorch.config
+    before = functorch.activation_memory_budget
+    try:
+        model = Trunk()
+        apply_activation_checkpointing(find_units(model), MemorySection(activation_budget=0.3), compiled=True)
+        assert functorch.activation_memory_budget == 0.3
+        assert "forward" not in vars(next(iter(model.blocks)))
+    finally:
+        functorch.activation_memory_budget = before
+
+
+class Writes(nn.Module):
+    """Into a product, seen by its version; with `batched` into one that is a view with another version."""
+
+    def __init__(self, batched: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.batched = batched
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.matmul(x, x.transpose(1, 2)) @ x if self.batched else self.first(x)
+        product += x
+        return x + self.second(torch.tanh(product))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_unit_that_writes_into_a_product(batched: bool) -> None:
+    """As transformers' LongT5, Llama 4 and Gemma 3n do: backward would write into what is kept."""
+
+    def computed(kind: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(Writes(batched), Writes(batched))
+        apply_activation_checkpointing(find_units(model), MemorySection(activation_checkpointing=kind))
+        return gradients(model, model(INPUT / 8))
+
+    assert all(torch.equal(a, b) for a, b in zip(computed("full"), computed("none"), strict=True))
+    with pytest.raises(ConfigError, match=r"a Writes changes the result of a product in place.* HINT: "):
+        computed("ops")

@@ -1,0 +1,86 @@
+"""Units are sharded by the flags, and nothing else about the model changes: names, modes, resting bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.config import Config, MeshSection, PrecisionSection
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import build_mesh, resolve
+from fsdp.shard.shard import Sharded, replicate, resolve_dtypes, shard_model, sharding_of
+from tests.shard.test_materialize import made
+from tests.support import user_code
+from tests.support.world import run_world
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def sharded_of(env: DistEnv, name: str, section: MeshSection) -> Sharded:
+    sizes = resolve(section, env.world_size)
+    return shard_model(
+        getattr(user_code, name)(),
+        sharding_of(Config(mesh=section), sizes, env.device),
+        build_mesh(sizes, env.device),
+    )
+
+
+def look(env: DistEnv, name: str) -> dict[str, object]:
+    root = sharded_of(env, name, MeshSection()).root
+    return {
+        "names": [n for n, _ in root.named_parameters()],
+        "rows": {n: tuple(p.to_local().shape) for n, p in root.named_parameters() if isinstance(p, DTensor)},
+        "whole": [n for n, p in root.named_parameters() if not isinstance(p, DTensor)],
+        "trained": {n: p.requires_grad for n, p in root.named_parameters()},
+    }
+
+
+def test_uneven_rows_small_parameters_and_scalars() -> None:
+    found = run_world(4, look, "Tiny")
+    rows = [f["rows"]["narrow.weight"] for f in found]  # type: ignore[index]
+    assert rows == [(1, 12), (1, 12), (0, 12), (0, 12)]
+    found = run_world(3, look, "Scalar")
+    assert [f["rows"]["stem.weight"] for f in found] == [(5, 12), (5, 12), (3, 12)]  # type: ignore[index]
+    assert found[0]["whole"] == ["temperature", "blocks.0.gain", "blocks.1.gain", "blocks.2.gain"]
+
+
+def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
+    """(all parameters are shards again, the model is in training mode)"""
+    sizes = resolve(MeshSection(), env.world_size)
+    sharded = shard_model(
+        user_code.Uneven(),
+        sharding_of(Config(mesh=MeshSection(reshard_after_forward=policy)), sizes, env.device),
+        build_mesh(sizes, env.device),
+    )
+    with sharded.evaluating():
+        sharded.called(torch.zeros(2, 12))
+    return all(isinstance(p, DTensor) for p in sharded.root.parameters()), sharded.root.training
+
+
+@pytest.mark.parametrize("policy", ["true", "false", "step"])
+def test_an_evaluation_leaves_nothing_gathered(policy: str) -> None:
+    assert run_world(2, after_evaluation, policy) == [(True, True)] * 2
+
+
+def sent_each_step(env: DistEnv, name: str) -> bool:
+    sharded = made(env, getattr(user_code, name), strategy="ddp")
+    replicate(sharded)
+    assert isinstance(sharded.runs, DistributedDataParallel)
+    return bool(sharded.runs.will_sync_module_buffers())
+
+
+@pytest.mark.parametrize(("name", "expected"), [("Uneven", False), ("Buffers", True), ("Waves", False)])
+def test_ddp_sends_only_buffers_that_are_state(name: str, expected: bool) -> None:
+    """Running statistics, not a table that the constructor fills on every rank."""
+    assert run_world(2, sent_each_step, name) == [expected] * 2
+
+
+def test_the_dtypes_that_a_device_gets() -> None:
+    auto = resolve_dtypes(PrecisionSection(), CPU)
+    assert (auto.param, auto.reduce, auto.output) == (torch.float32, torch.float32, None)
+    auto = resolve_dtypes(PrecisionSection(), CUDA)
+    assert (auto.master, auto.param, auto.reduce) == (torch.float32, torch.bfloat16, torch.float32)
+    assert resolve_dtypes(PrecisionSection(master="fp64"), CUDA).param == torch.float64
+    assert resolve_dtypes(PrecisionSection(param="fp16"), CPU).needs_loss_scale
