@@ -115,11 +115,6 @@ def memory_bytes(pid: int | str = "self") -> dict[str, int]:
     return kib_lines(PROC / str(pid) / "status")
 
 
-def node_memory_bytes() -> dict[str, int]:
-    """Bytes by the name of the line in /proc/meminfo: MemTotal, MemAvailable."""
-    return kib_lines(PROC / "meminfo")
-
-
 def kib_lines(path: Path) -> dict[str, int]:
     """Bytes by name, of a file of lines such as `VmRSS: 12 kB`; empty where it cannot be read."""
     try:

@@ -112,10 +112,10 @@ SourceFolder = PretrainedFolder | LlamaFormat
 """The format of transformers in which a model is written."""
 
 
-def find_folder(name: str, flag: str = "--model.name") -> Path:
+def find_folder(name: str) -> Path:
     """The folder itself, or the newest snapshot of a hub id in huggingface_hub's cache."""
     path = name.removeprefix(PREFIX)
-    fault, hint = f"the folder {path} does not exist", f"{flag} hf:FOLDER or hf:ORG/NAME"
+    fault, hint = f"the folder {path} does not exist", "--model.name hf:FOLDER or hf:ORG/NAME"
     try:
         if expanded(path).is_dir():
             return expanded(path)
@@ -126,7 +126,7 @@ def find_folder(name: str, flag: str = "--model.name") -> Path:
     except Exception as error:  # several classes, which differ between versions
         fault = f"{path} is neither a folder nor in huggingface_hub's cache ({type(error).__name__})"
         hint = f"hf download {path}"
-    raise ConfigError(f"{flag} {name}: {fault}.", hint, scope="node")  # files differ between nodes
+    raise ConfigError(f"--model.name {name}: {fault}.", hint, scope="node")  # files differ between nodes
 
 
 def resolve_folder(name: str, args: Mapping[str, Any], facts: Facts) -> PretrainedFolder:

@@ -50,14 +50,14 @@ class Driver:
             start_new_session=True,
         )
 
-    def until(self, step: int, starts: int = 1, timeout_s: float = 120) -> None:
+    def until(self, step: int, starts: int = 1, timeout_s: float = 300) -> None:
         def there() -> bool:
             self._check_alive()
             return self.run.reaches(step, starts)
 
         eventually(f"step {step} of start {starts}", there, timeout_s, self.said)
 
-    def until_resumable(self, step: int, timeout_s: float = 120) -> int:
+    def until_resumable(self, step: int, timeout_s: float = 300) -> int:
         """The step that it has come to, `step` or a later one: an interval before it at most is sealed."""
 
         def there() -> int:
@@ -72,14 +72,14 @@ class Driver:
     def signal(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
 
-    def wait(self, timeout_s: float = 180) -> int:
+    def wait(self, timeout_s: float = 300) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"not over after {timeout_s:.0f} s\n{self.said()}") from None
 
-    def finish(self, timeout_s: float = 180) -> Run:
+    def finish(self, timeout_s: float = 300) -> Run:
         assert self.wait(timeout_s) == 0, self.said()
         return self.run
 

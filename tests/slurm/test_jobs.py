@@ -175,7 +175,7 @@ def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(outcome: dict[st
 def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(outcome: dict[str, Left]) -> None:
     left = outcome["sick"]
     assert left.state == "FAILED", left.log
-    assert "verdict: 1 node is not fit: sbatch --exclude=n2" in left.log
+    assert "verdict: 1 node not fit, n2: sbatch --exclude=n2" in left.log
     assert re.search(r"^OUT +n2: does not see what the first node wrote into ", left.log, re.MULTILINE), (
         left.log
     )
