@@ -103,6 +103,7 @@ class TrainingLoop(RunParts):
 
     def run_to_end(self) -> Outcome:
         try:
+            self._check_packed_rows()
             if self.config.train.evaluate_only:
                 self._evaluate()
                 self._settle()
@@ -124,7 +125,6 @@ class TrainingLoop(RunParts):
         state, total, section = self.state, self.job.total_steps, self.config.checkpoint
         last = min(self.config.train.stop_after or total, total)
         first = state.step
-        self._check_packed_rows()
         while state.step < last and not self.stopped:
             self._one_step()
             if state.step == first + 1:

@@ -122,6 +122,17 @@ def locked(path: Path) -> Iterator[bool]:
 # ---------------------------------------------------------------- readers
 
 
+def check_unpacked(size: int, path: Path) -> int:
+    """What the compressed file may unpack to; ConfigError if it does to `size` bytes, which are more."""
+    most = max(UNPACKED, UNPACKED_TIMES * path.stat().st_size)
+    if size > most:
+        raise ConfigError(
+            f"{path} unpacks to more than {byte_size(most)}.",
+            f"ls -l {quoted(path)}; if that is meant, write its rows as plain lines of JSON",
+        )
+    return most
+
+
 class LineRows:
     """Lines of JSON. A compressed file is unpacked as it is read, up to a limit."""
 
@@ -136,7 +147,7 @@ class LineRows:
         """Each begins at the first line that starts at a multiple of `size`, or behind it."""
         made: list[RowRange] = []
         first = row = end = lines = 0
-        most = max(UNPACKED, UNPACKED_TIMES * self._path.stat().st_size)
+        most = check_unpacked(0, self._path)
         try:
             with self._open() as file:
                 for lines, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
@@ -145,8 +156,7 @@ class LineRows:
                         first, row = end, lines - 1
                     end += len(line)
                     if end > most:
-                        reason = f"{self._path} unpacks to more than {byte_size(most)}."
-                        raise ConfigError(reason, f"gunzip {quoted(self._path)} if that is meant")
+                        check_unpacked(end, self._path)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             reason = f"{self._path} is damaged: {error}."
             raise ConfigError(reason, f"gzip -t {quoted(self._path)}") from None
@@ -217,6 +227,8 @@ class DatasetRows:
             loaded = _loaded(datasets, name, builder, config)
             if isinstance(loaded, dict):
                 loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
+        except ConfigError:
+            raise
         except Exception as error:  # the library raises what its readers raise
             reason = message_line(error.__cause__ or error, 300)
             hint = f'python -c "import datasets; datasets.load_dataset{name, config}" with a network'
@@ -240,6 +252,12 @@ class DatasetRows:
 
 
 def _loaded(datasets: Any, name: str, builder: str, config: str) -> Any:
+    if builder == "parquet":
+        from pyarrow.parquet import read_metadata
+
+        facts = read_metadata(name)
+        sizes = (facts.row_group(number).total_byte_size for number in range(facts.num_row_groups))
+        check_unpacked(sum(sizes), Path(name))
     if builder:
         options = {"sep": "\t"} if ends_with(name, (".tsv",)) else {}
         folder = str(cache_folder("datasets"))

@@ -44,7 +44,6 @@ class Output:
         lambda x: {"logits": x},
         lambda x: Output(x),
         lambda x: (x, None),
-        lambda x: {"loss": None, "logits": x},
     ],
 )
 def test_logits_in_any_wrapping_are_taken(make: Any) -> None:

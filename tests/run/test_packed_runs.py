@@ -160,9 +160,9 @@ def train(ranks: int, folder: Path, path: Path, cache: Path, *more: str) -> None
     assert said == [None] * ranks, said
 
 
-def refused(ranks: int, model: str, folder: Path, cache: Path) -> list[str | None]:
-    more = ["--train.global_batch", "4", "--model.name", model]
-    return errors(ranks, folder / "run", write("texts", folder), cache, *more)
+def refused(ranks: int, model: str, folder: Path, cache: Path, *more: str) -> list[str | None]:
+    words = ["--train.global_batch", "4", "--model.name", model, *more]
+    return errors(ranks, folder / "run", write("texts", folder), cache, *words)
 
 
 CASES = [(m, kind, ranks) for m in MODELS for kind in ("texts", "pairs") for ranks in (1, 2, 3)]
@@ -200,8 +200,11 @@ def test_a_model_whose_documents_see_each_other_does_not_train(tmp_path: Path, o
         assert one.endswith("HINT: --data.args.rows document")
 
 
-def test_attention_in_chunks_of_a_row_does_not_train_on_packed_rows(tmp_path: Path, own_cache: Path) -> None:
-    for said in refused(2, "tests.run.test_packed_runs:chunked", tmp_path, own_cache):
+@pytest.mark.parametrize("how", ["", "--train.evaluate_only true --data.args.heldout 0.2 --model.weights "])
+def test_attention_in_chunks_reads_no_packed_rows(how: str, tmp_path: Path, own_cache: Path) -> None:
+    torch.save(chunked().state_dict(), tmp_path / "weights.pt")
+    more = f"{how}{tmp_path}/weights.pt".split() if how else []
+    for said in refused(2, "tests.run.test_packed_runs:chunked", tmp_path, own_cache, *more):
         assert said is not None
         assert "attends in chunks of 8 tokens of a row (attention_chunk_size)" in said
         assert said.endswith(f"or --data.seq_len {SEQ_LEN // 2}")

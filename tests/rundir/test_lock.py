@@ -152,7 +152,6 @@ def test_of_several_that_see_a_dead_holder_one_takes_over(tmp_path: Path) -> Non
         ("Slurm job 7, start 2", "Slurm job 7, start 1", True),
         ("Slurm job 7, start 1, try 2", "Slurm job 7, start 1", True),
         ("LSF job 7[3], start 10", "LSF job 7[3], start 9", True),
-        ("LSF job 7, start 2", "Slurm job 7, start 1", False),
         ("LSF job 7[3], start 2", "LSF job 7[4], start 1", False),
         ("Slurm job 7, start 1", "Slurm job 7, start 2", False),
     ],

@@ -76,6 +76,7 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error() -> None:
 def test_the_end_of_the_job(text: str, end: float | None) -> None:
     """A shell that outlived its allocation has an end long ago, at which each run would stop at once."""
     assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
+    assert env.end_time({"SLURM_JOB_END_TIME": text, "SHARDRUN_BEGIN_S": "9"}) == (end and end - 7)
 
 
 @pytest.mark.slurm

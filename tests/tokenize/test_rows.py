@@ -43,7 +43,7 @@ def test_compressed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         values_of(tmp_path / "c.jsonl.gz")
     monkeypatch.setattr(rows, "UNPACKED", 1 << 16)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(bytes(1 << 20)))
-    with pytest.raises(ConfigError, match=r"d.jsonl.gz unpacks to more than .* HINT: gunzip "):
+    with pytest.raises(ConfigError, match=r"d.jsonl.gz unpacks to more than .* HINT: ls -l "):
         values_of(tmp_path / "d.jsonl.gz")
 
 
@@ -67,6 +67,15 @@ def table(path: Path) -> None:
     made = datasets.Dataset.from_list(texts(300))
     write: Any = {".parquet": made.to_parquet, ".tsv": made.to_csv}[path.suffix]
     write(str(path), **({"sep": "\t"} if path.suffix == ".tsv" else {}))
+
+
+@pytest.mark.needs("datasets")
+def test_a_table_unpacks_to_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "UNPACKED", 1 << 10)
+    monkeypatch.setattr(rows, "UNPACKED_TIMES", 0)
+    table(tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a.parquet unpacks to more than 1 KiB\. HINT: ls -l "):
+        values_of(tmp_path / "a.parquet")
 
 
 @pytest.mark.needs("datasets")

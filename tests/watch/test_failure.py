@@ -53,7 +53,6 @@ ENV = env_of(2, 4, nodes=2)
         (CheckpointError("a folder named ENOSPC: it cannot be read"), "checkpoint"),
         (NotFiniteError("step 3: loss nan"), "nan"),
         (TrainingError("step 3: the words do not count: not finite"), "training"),
-        (TrainingError("step 3: replicas differ"), "training"),
         (OutOfMemory("forward"), "memory"),
         (OSError(errno.ENOSPC, "No space left on device"), "full disk"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
