@@ -65,7 +65,7 @@ $(OTHER)/.ready: requirements.txt
 
 # First each use of a private name of torch: a failure there explains those that follow.
 test-torch: $(OTHER)/.ready
-	@$(OTHER)/bin/python -m pytest tests/base/test_torch_private.py
+	@SHARDRUN_FULL=1 $(OTHER)/bin/python -m pytest tests/base/test_torch_private.py
 	@$(OTHER)/bin/python -m pytest $(TESTS) -m "not slow and not slurm and not ray" $(SHARED)
 
 bench: $(READY)

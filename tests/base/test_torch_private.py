@@ -58,6 +58,7 @@ def test_the_packages_of_the_compiler(package: str) -> None:
     assert observe.COMPILER.search(f"/x/site-packages/torch/{package}/some.py")
 
 
+@pytest.mark.long
 def test_the_threads_that_the_compiler_leaves_behind() -> None:
     from torch._inductor.compile_worker.subproc_pool import SubprocPool
 
@@ -72,6 +73,7 @@ def test_the_threads_that_the_compiler_leaves_behind() -> None:
         pool.shutdown()
 
 
+@pytest.mark.long
 def test_names_that_wrappers_add() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -81,6 +83,7 @@ def test_names_that_wrappers_add() -> None:
     holds(added == private.WRAPPER_NAMES, "private.WRAPPER_NAMES", f"wrappers add {sorted(added)}")
 
 
+@pytest.mark.long
 def test_what_an_optimizer_imports_in_its_first_step() -> None:
     program = (
         "import sys, torch; p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
@@ -124,6 +127,7 @@ def operators_of_collectives(env: DistEnv) -> list[set[str]]:
     return found
 
 
+@pytest.mark.long
 def test_the_operators_of_collectives() -> None:
     expected = ("all_gather", "all_gather", "reduce_scatter", "all_reduce", "all_reduce")
     for operators, collective in zip(run_world(2, operators_of_collectives)[0], expected, strict=True):
@@ -422,16 +426,19 @@ def alone(code: str, **environment: str) -> str:
 ONE_RANK = "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
 
 
+@pytest.mark.long
 def test_all_groups_are_aborted() -> None:
     said = alone(ONE_RANK + "dist.new_group([0])\nprivate.abort_all_groups()\nprint(dist.is_initialized())")
     holds(said == "False", "private.abort_all_groups", "a process group is left")
 
 
+@pytest.mark.long
 def test_all_groups_are_listed() -> None:
     said = alone(ONE_RANK + "dist.new_group([0])\nprint(len(private.all_groups()))")
     holds(said == "2", "private.all_groups", f"it lists {said} of two groups")
 
 
+@pytest.mark.long
 def test_the_fake_group_has_any_size() -> None:
     said = alone(
         "import torch\nprivate.init_fake_group(5, 4096)\nx = torch.ones(3)\ndist.all_reduce(x)\n"
@@ -440,6 +447,7 @@ def test_the_fake_group_has_any_size() -> None:
     holds(said == "5 4096 [1.0, 1.0, 1.0]", "private.init_fake_group", f"it gives {said}")
 
 
+@pytest.mark.long
 def test_the_flight_recorder_is_found() -> None:
     found = alone(
         ONE_RANK + "from torch._C import _distributed_c10d as c\nprint(private.flight_recorder_entries(), "

@@ -155,6 +155,7 @@ def killed(export: Callable[[], object], at: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_export_that_is_killed_leaves_the_old_one_the_new_one_or_a_refusal(tmp_path: Path) -> None:
     """In several files; wherever it is killed, and the export after it deletes what it left."""

@@ -326,6 +326,7 @@ def prune_before_all_nodes_sealed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sealing, "_seal", early)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", [prune_before_the_seal, prune_before_all_nodes_sealed], ids=lambda fault: fault.__name__
 )

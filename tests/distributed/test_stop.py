@@ -204,5 +204,6 @@ def test_a_second_ctrl_c_exits_at_once_even_while_the_main_thread_hangs_in_c(tmp
     assert code == 130
 
 
+@pytest.mark.long
 def test_the_ctrl_c_that_torchrun_forwards_is_not_a_second_one(tmp_path: Path) -> None:
     assert interrupt_twice(tmp_path, 1000.0, "free") == (0, "marked SIGINT\n")

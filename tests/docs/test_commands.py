@@ -25,7 +25,6 @@ from tests.docs.pages import FOLDERS, JOB_SCRIPT, ROOT, all_commands
 RUN = {
     "python train.py --help": 0,
     "python train.py --batch_size 32": 2,
-    "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.checkpoint RUN verify": 0,
     "python -m fsdp.predict RUN": 0,
     "python -m fsdp.report RUN": 0,
@@ -36,6 +35,7 @@ FIRST = "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.d
 """Makes runs/first, with which another command goes on."""
 
 LONG = {
+    "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.report A B --out both.html": 0,
     "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
     "python -m fsdp.checkpoint RUN prune --keep-last 2": 0,

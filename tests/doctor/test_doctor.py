@@ -41,6 +41,7 @@ def test_a_fault_is_found_on_its_rank(fault: str, says: str, tmp_path: Path) -> 
     assert says in "\n".join(str(finding) for finding in blamed if finding.rank == 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_alone_starts_its_own_ranks_and_leaves_its_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fsdp.doctor", "--ranks", "2", "--dir", str(tmp_path)]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing 
 
 MODELS = ("llama", "gpt2", "bert", "t5", "mixtral", "classifier")
 CASES = [(model, ranks, micro) for model in MODELS for ranks in (1, 2, 3) for micro in (1, 2)]
-SAMPLE = [("gpt2", 3, 1), ("t5", 2, 1), ("classifier", 3, 2)]
+SAMPLE = [("t5", 2, 1), ("classifier", 3, 2)]
 
 
 @pytest.mark.parametrize(("model", "ranks", "micro"), sample_are(SAMPLE, CASES))

@@ -142,6 +142,7 @@ def test_a_run_resumes_on_other_numbers_of_ranks(factory: str, tmp_path: Path) -
     assert relative_difference(finished.parameters, plain(factory).parameters) <= 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "message"),
     [

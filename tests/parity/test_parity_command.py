@@ -46,8 +46,11 @@ def test_a_folder_of_transformers_with_default_flags(name: str, tmp_path: Path) 
     ("tried", "words", "code", "reason", "verdict"),
     [
         # DDP reduces the gradient of every parameter, and one has none.
-        ([Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)],
-         ["--model.name", "tests.models.unusual:Unused"], 0, "extra.weight", "1 of 2 meshes are not"),
+        pytest.param(
+            [Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)],
+            ["--model.name", "tests.models.unusual:Unused"], 0, "extra.weight", "1 of 2 meshes are not",
+            marks=pytest.mark.long,
+        ),
         ([Row("ddp", 2, 1, "true", 1), Row("hsdp", 2, 1, "true", 1)],
          ["--mesh.unsharded", "head.weight"], 0, "--mesh.unsharded", "1 of 2 meshes are not"),
         # The plain loop had KeyError: 'targets'.

@@ -76,6 +76,7 @@ def test_a_correct_run_has_no_difference(name: str, tmp_path: Path) -> None:
     assert not any(differences(RIGHT[name], "nothing", tmp_path).values())
 
 
+@pytest.mark.long
 @pytest.mark.needs("transformers")
 def test_notes_explain_why_a_model_is_not_exact(capsys: pytest.CaptureFixture[str]) -> None:
     judge.__wrapped__(RIGHT["gemma 3"]), judge.__wrapped__(RIGHT["vit"])

@@ -25,6 +25,7 @@ def searched(flags: str) -> list[Plan]:
     return search(load(words), fields_set(words))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_first_is_the_fastest_that_fits() -> None:
     plans = searched("--plan.gpus 8")

@@ -36,6 +36,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_killed_and_resumed_at_1_3_and_2_ranks_each_sample_comes_as_often_as_its_epochs_say(
     tmp_path: Path,
 ) -> None:

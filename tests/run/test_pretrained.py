@@ -53,12 +53,13 @@ def check_loaded(case: tuple[str, str, str], ranks: list[LoadedRank]) -> None:
     ("ranks", "words"),
     [
         (2, ""),
-        pytest.param(1, "", marks=pytest.mark.long),
-        pytest.param(3, "", marks=pytest.mark.long),
-        pytest.param(4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2", marks=pytest.mark.long),
-        pytest.param(2, "--mesh.strategy ddp", marks=pytest.mark.long),
+        (1, ""),
+        (3, ""),
+        (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"),
+        (2, "--mesh.strategy ddp"),
     ],
 )
+@pytest.mark.long
 def test_each_rank_reads_its_own_rows(
     folders: dict[str, tuple[str, str, str]], ranks: int, words: str
 ) -> None:

@@ -35,10 +35,8 @@ CASES = {
     "all, offloaded": (2, "all", "--memory.cpu_offload true"),
 }  # fmt: skip
 
-SAMPLE = ("all, tied",)
 
-
-@pytest.mark.parametrize("case", quick_are(["optimizer, ddp"], CASES, SAMPLE))
+@pytest.mark.parametrize("case", quick_are(["all, tied"], CASES, []))
 def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> None:
     ranks, what, words = CASES[case]
     in_files = f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}"
