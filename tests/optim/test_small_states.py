@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp.config import OptimSection
+from fsdp.config import OptimSection, load
 from fsdp.distributed.env import DistEnv
 from fsdp.optim import small_states as adam
 from fsdp.optim.optimizer import build_optimizer
+from fsdp.run import build
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import Finished, flags, on_a_rank, run
@@ -91,6 +92,18 @@ def test_a_compiled_update_is_near_the_eager_one_and_knows_no_number_of_ranks(st
 
 
 # ---------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_cuda_the_update_is_compiled_where_blocks_are_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "missing", lambda: "")
+    parts = mock.Mock(config=load(["--optim.state", "bf16"]), sharded=mock.Mock(root=layers()))
+    parts.job.sharding.compiled, parts.env.device = False, torch.device(device)
+    with mock.patch.object(build, "build_optimizer") as built:
+        build.optimizer(parts)
+    assert built.call_args.kwargs == {"compiled": device == "cuda"}
 
 
 def digests(one: Path) -> dict[str, Any]:
