@@ -5,11 +5,12 @@
     python -m bench.gpu --resume              the parts that have neither passed nor been impossible yet
     python -m bench.gpu --run.device cpu      the same logic in a short form, on a machine without a GPU
 
-Needs torch 2.11 or later; no network, Ray or Slurm. On a GPU, with 12 processors or more, three parts run at
+Needs torch 2.11 or later; no network, Ray or Slurm. On a GPU, with 12 processors or more, six parts run at
 once; those that measure time or fill the memory follow one by one. A part passed, failed, or is not possible
-here, with the reason; parts that did not start are named with their command and count as not run. Results, by
-the device's name: bench/results/gpu-NAME.json and gpu-NAME.md, written after each part, so that an
-interrupted battery keeps its rows. Exit code 0 if no part failed and all started, else 1.
+here, with the reason; parts that did not start are named with their command and count as not run. A part that
+does not end within its limit is ended and named. Results, by the device's name: bench/results/gpu-NAME.json
+and gpu-NAME.md, written after each part, so that an interrupted battery keeps its rows; what each part's
+commands printed is in logs/NAME-PART.log beside them. Exit code 0 if no part failed and all started, else 1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OVER = (PASSED, IMPOSSIBLE)
 """Results that --resume keeps."""
 LAST_BEGIN, LAST_END = 9, 10
 """No part starts, and none runs on, after so many minutes."""
-AT_ONCE, CORES_EACH = 3, 4
+AT_ONCE, CORES_EACH = 6, 2
 """Parts that share a GPU, and the processors that each needs: several compile at times."""
 
 
@@ -77,12 +78,14 @@ class Processes:
         self._running = set[subprocess.Popen[str]]()
 
     @contextlib.contextmanager
-    def started(self, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    def started(self, command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
         """It and what it starts are killed on leaving."""
-        with self._lock:
+        with self._lock, log.open("w", encoding="utf-8") as errors:
             if self._ended:
                 raise KeyboardInterrupt
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
             self._running.add(process)
         with process:
             try:
@@ -101,19 +104,26 @@ class Processes:
 
 
 def run_part(
-    part: Part, device: str, folder: Path, left_s: float = math.inf, running: Processes | None = None
+    part: Part,
+    device: str,
+    folder: Path,
+    results: Path,
+    left_s: float = math.inf,
+    running: Processes | None = None,
 ) -> Row:
     """Runs the part in a process of its own; it and what it started are killed at its limit, or when the
     battery's time is over.
     """
     began = time.monotonic()
-    command = [sys.executable, "-m", "bench.gpu", "--run.device", device, "--inside", f"{part.name}:{folder}"]
-    with (running or Processes()).started(command) as process:
+    command = [sys.executable, "-m", "bench.gpu", "--run.device", device, "--results", str(results)]
+    log = results / "logs" / f"{device}-{part.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (running or Processes()).started([*command, "--inside", f"{part.name}:{folder}"], log) as process:
         try:
             text, _ = process.communicate(timeout=min(part.limit_s, left_s))
             result, about = json.loads(text.strip().splitlines()[-1])
         except subprocess.TimeoutExpired:
-            result, about = FAILED, f"ran longer than {part.limit_s:.0f} s"
+            result, about = FAILED, f"ended after {part.limit_s:.0f} s, its limit; {_last_line(log)}"
             if left_s < part.limit_s:
                 result, about = NOT_RUN, f"{LAST_END} minutes were over while it ran: {_alone(part)}"
         except (IndexError, ValueError):
@@ -142,11 +152,16 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
         os.close(descriptor)
 
 
-def inside(name: str, device: str, folder: Path) -> tuple[str, str]:
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"its log ends with: {lines[-1][-200:]}" if lines else "its log is empty"
+
+
+def inside(name: str, device: str, folder: Path, results: Path = tables.RESULTS) -> tuple[str, str]:
     """The part itself, and its result as two words of JSON."""
     part = next(part for part in PARTS if part.name == name)
     try:
-        figures = part.run(Bench(device, folder))
+        figures = part.run(Bench(device, folder, results))
     except NotPossible as why:
         return IMPOSSIBLE, str(why)
     except Failed as why:
@@ -163,13 +178,14 @@ def _short(value: object) -> str:
 def run_all(
     parts: Sequence[Part],
     device: str,
+    results: Path,
     keep: Callable[[Row], object] = lambda row: None,
     at_once: int = 1,
 ) -> list[Row]:
     """Runs the parts, `at_once` of those that may share the device, then the others in turn; `keep` receives
     each row as soon as it is known.
     """
-    battery = _Battery(device, keep)
+    battery = _Battery(device, results, keep)
     shared = [part for part in parts if not part.alone]
     for some, threads in ((shared, at_once), ([part for part in parts if part.alone], 1)):
         with ThreadPoolExecutor(threads) as pool:
@@ -187,8 +203,9 @@ def run_all(
 class _Battery:
     """The rows of the parts that have ended, and the time that is left for others."""
 
-    def __init__(self, device: str, keep: Callable[[Row], object]) -> None:
-        self._device, self._keep, self._began = device, keep, time.monotonic()
+    def __init__(self, device: str, results: Path, keep: Callable[[Row], object]) -> None:
+        self._device, self._results = device, results
+        self._keep, self._began = keep, time.monotonic()
         self._lock, self._processes, self._ended = threading.Lock(), Processes(), False
         self.rows = list[Row]()
 
@@ -207,7 +224,8 @@ class _Battery:
             about = f"{LAST_BEGIN} minutes were over: {_alone(part)}"
             return Row(part.name, part.claim, NOT_RUN, about, 0.0)
         with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
-            return run_part(part, self._device, Path(folder), 60 * LAST_END - took, self._processes)
+            left_s = 60 * LAST_END - took
+            return run_part(part, self._device, Path(folder), self._results, left_s, self._processes)
 
     def _add(self, row: Row) -> None:
         with self._lock:
@@ -313,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.inside:
         name, _, folder = options.inside.partition(":")
-        print(json.dumps(inside(name, options.device, Path(folder))))
+        print(json.dumps(inside(name, options.device, Path(folder), options.results)))
         return 0
     parts = chosen(parser, options.only)
     if options.device == "cuda" and not _cuda():
@@ -328,7 +346,11 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupted)
     write([_not_reached(part) for part in parts], name, options.results)
     rows = run_all(
-        parts, options.device, lambda row: write([row], name, options.results), at_once(options.device)
+        parts,
+        options.device,
+        options.results.absolute(),
+        lambda row: write([row], name, options.results),
+        at_once(options.device),
     )
     print(f"\n{write(rows, name, options.results)}")
     return int(any(row.result in (FAILED, NOT_RUN) for row in rows))

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,10 +69,11 @@ class Ran:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the battery runs, and the folder of its runs."""
+    """Where the battery runs, the folder of its runs, and that of its results."""
 
     device: str
     folder: Path
+    results: Path
 
     @property
     def cuda(self) -> bool:
@@ -160,15 +162,30 @@ class Bench:
 
 
 def ended(process: subprocess.Popen[str], run: Path, limit_s: float) -> Ran:
-    """Waits; a process that takes longer is killed, and the part fails."""
-    began = time.monotonic()
+    """Waits; a process that takes longer is killed, and the part fails. What it prints goes to stderr at
+    once, the part's log. A process that outlives it and holds its output is not waited for.
+    """
+    began, lines = time.monotonic(), list[str]()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.append(line)
+            print(
+                f"{run.name} {time.monotonic() - began:6.1f} s  {line}", end="", file=sys.stderr, flush=True
+            )
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
-        text, _ = process.communicate(timeout=limit_s)
+        process.wait(limit_s)
     except subprocess.TimeoutExpired:
         end(process)
-        text, _ = process.communicate()
-        raise Failed(f"{run.name} ran longer than {limit_s:.0f} s: {text.strip()[-300:]}") from None
-    return Ran(process.returncode, text, run, time.monotonic() - began)
+        reader.join(1)
+        text = "".join(lines).strip()[-300:]
+        raise Failed(f"{run.name} ran longer than {limit_s:.0f} s: {text}") from None
+    seconds = time.monotonic() - began
+    reader.join(5)
+    return Ran(process.returncode, "".join(lines), run, seconds)
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -2,10 +2,14 @@
 
     python -m bench.plan_cuda              24 configurations drawn from a seed
     python -m bench.plan_cuda --cases 4    fewer
+    python -m bench.plan_cuda --worlds 8,64,512
+                                           rank 0 of recipes/llama-8b.toml in a fake process group of so many:
+                                           collectives do nothing, all else is real
 
 max_memory_allocated is compared with the plan's tensors, max_memory_reserved with the plan's reserved memory.
 cuBLAS's workspaces are part of the counters and not of a plan: they are made small, unless the environment
-sets them. Results: bench/results/plan_cuda.json and plan_cuda.md.
+sets them. Results, with planned minus measured bytes of each run: plan_cuda.json and plan_cuda.md under
+--results, of --worlds plan_worlds.*. Host seconds: what train_step takes to return, without the device's.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +32,7 @@ import torch.distributed as dist
 
 from bench.plan_cases import Case
 from bench.plan_real import build, plain_step
+from fsdp.base.torch_private import init_fake_group
 from fsdp.config import load
 from fsdp.plan.estimate import ask_for, memory_of
 from fsdp.plan.fake_step import trace_step
@@ -54,6 +60,13 @@ class Row:
     case: Case
     planned: Peaks
     measured: Peaks
+    host_s: float
+
+    @property
+    def off(self) -> dict[str, float]:
+        """Planned minus measured."""
+        pairs = zip(asdict(self.planned).items(), asdict(self.measured).values(), strict=True)
+        return {name: planned - measured for (name, planned), measured in pairs}
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -89,29 +102,45 @@ def _one(dice: random.Random) -> Case:
 
 def planned(case: Case) -> Peaks:
     """The plan from the flags alone; a bench's batches are not read ahead."""
-    config = load([*case.flags, "--plan.gpus", "1", "--plan.gpu", "h100"])
+    config = load([*case.flags, "--plan.gpus", str(case.ranks), "--plan.gpu", "h100"])
     ask, _ = ask_for(config)
     memory = memory_of(trace_step(ask), ask)
     return Peaks(memory.peak, memory.reserved)
 
 
-def measured(case: Case) -> Peaks:
+def recipe(ranks: int) -> Case:
+    """One sample a rank, eager, nodes of 8 ranks; from the root of the checkout."""
+    words = (
+        "--config recipes/llama-8b.toml --data.name synthetic --data.args.kind tokens "
+        f"--speed.compile false --train.global_batch {ranks} --mesh.strategy hsdp --mesh.shard 8 "
+        f"--mesh.replicate {ranks // 8}"
+    )
+    return Case(ranks, tuple(words.split()))
+
+
+def measured(case: Case) -> tuple[Peaks, float]:
     """Measures in a process that has used no device yet, because reserved memory is never returned."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1
-        )
-        built = build(case.flags, 1, 0, device)
+        if case.ranks > 1:
+            init_fake_group(0, case.ranks)
+        else:
+            store = dist.FileStore(str(Path(folder, "store")), 1)
+            dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+        built = build(case.flags, case.ranks, 0, device)
         for _ in range(STEPS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
             plain_step(built.watched.parts, built.batches("cuda"), built.micro_batches)
+            host_s = time.perf_counter() - began
         torch.cuda.synchronize()
         dist.destroy_process_group()
-    return Peaks(float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved()))
+    peaks = Peaks(float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved()))
+    return peaks, host_s
 
 
-def measured_alone(case: Case) -> Peaks:
+def measured_alone(case: Case) -> tuple[Peaks, float]:
     """In a process that ends afterwards."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
         return alone.submit(measured, case).result()
@@ -120,17 +149,17 @@ def measured_alone(case: Case) -> Peaks:
 def table(rows: list[Row], where: str) -> list[str]:
     lines = [f"# Planned beside a CUDA device's own counters ({where})", ""]
     lines += [
-        "| run | allocated, MiB | planned | error | reserved, MiB | planned | error |",
-        "|---|---|---|---|---|---|---|",
+        "| run | allocated, MiB | planned | error | reserved, MiB | planned | error | host s a step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [
-            f"{m / 2**20:.0f} | {p / 2**20:.0f} | {error:+.2%}"
+            f"{m / 2**20:.0f} | {p / 2**20:.0f} | {(p - m) / 2**20:+.0f} MiB, {error:+.2%}"
             for m, p, error in zip(
                 asdict(row.measured).values(), asdict(row.planned).values(), row.errors, strict=True
             )
         ]
-        lines.append(f"| {row.case} | {' | '.join(cells)} |")
+        lines.append(f"| {row.case} | {' | '.join(cells)} | {row.host_s:.3f} |")
     for at, name in enumerate(("allocated", "reserved")):
         errors = [abs(row.errors[at]) for row in rows]
         lines += [
@@ -147,6 +176,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--worlds", default="", help="multiples of 8 ranks, of which one is real")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -159,17 +189,21 @@ def main(argv: list[str]) -> int:
     for name, size in SMALL_WORKSPACES.items():
         os.environ.setdefault(name, size)  # read by the processes of the runs, which have used no device yet
     rows, cases = [], draw(random.Random(given.seed), given.cases)
+    if given.worlds:
+        cases = [recipe(int(ranks)) for ranks in given.worlds.split(",")]
     with ThreadPoolExecutor(1) as beside:  # one case is measured while others are planned
         for case, peaks in [(case, beside.submit(measured_alone, case)) for case in cases]:
-            rows.append(Row(case, planned(case), peaks.result()))
+            rows.append(Row(case, planned(case), *peaks.result()))
             allocated, reserved = rows[-1].errors
             print(f"{case}: allocated {allocated:+.2%}, reserved {reserved:+.2%}", flush=True)
     lines = table(rows, f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     print("\n".join(lines))
-    kept = {"device": torch.cuda.get_device_name(0), "runs": [asdict(row) for row in rows]}
+    runs = [asdict(row) | {"off": row.off} for row in rows]
+    kept = {"device": torch.cuda.get_device_name(0), "runs": runs}
     given.results.mkdir(parents=True, exist_ok=True)
-    (given.results / "plan_cuda.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    (given.results / "plan_cuda.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = given.results / ("plan_worlds.json" if given.worlds else "plan_cuda.json")
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 

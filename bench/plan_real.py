@@ -18,6 +18,7 @@ from bench.plan_cases import Case
 from fsdp.config import load
 from fsdp.data.types import Batch
 from fsdp.distributed.mesh import BatchPlan, build_mesh, plan_batch, resolve
+from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.loss import LossFunction
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.plan.estimate import memory_of
@@ -109,7 +110,8 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     mesh = build_mesh(sizes, device)
     dist.barrier()
     model = model_of(config, subject.spec)
-    loss_function = LossFunction(model)
+    chunk = config.memory.loss_chunk
+    loss_function = LossFunction(model, head=ChunkedHead(model, chunk) if chunk else None)
     sharded = shard_model(model, sharding_of(config, sizes, device), mesh)
     materialize(
         sharded,

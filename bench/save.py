@@ -7,13 +7,16 @@ run.
     python -m bench.save --short    6M parameters, some minutes: the same table
     python -m bench.save --ways none,ours --rounds 20 --saves 1
                                     only what a save adds to the mean step, with its interval
+    python -m bench.save --run.device cuda --size 1b
+                                    one rank and its GPU: dcp.async_save with pinned memory
 
 Each round runs every way of saving for ten steps with one save. The order rotates from round to round, so
 that other load affects all alike. The whole cost of a save is what the steps with one take longer than
 those without, with the wait for what is still being written after a round's last step; a stall is the part
 that the training thread spends in a save or waiting for one.
-dcp.async_save has one stager for all saves and copies in the background (save_dcp.py). Results are printed
-and written to bench/results/save.json and save.md (save-short.*).
+dcp.async_save has one stager for all saves and copies in the background (save_dcp.py). One save of each way
+without steps, and a plain file of as many bytes, show whether the disk or the way is the limit. Results are
+printed and written to bench/results/save.json and save.md (save-short.*, save-cuda-1b.*).
 
 This module parses the command and starts the ranks; save_rank.py measures, save_table.py makes the table.
 """
@@ -62,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--ways", default="", help="which ways, none among them; fewer than all write save-part.*"
     )
+    parser.add_argument("--run.device", dest="device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
     parser.add_argument("--place", default="", help="folder for checkpoints; empty makes one and removes it")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
@@ -74,37 +78,29 @@ def main(argv: Sequence[str]) -> int:
         )
     options.rounds = options.rounds or size.rounds
     options.saves = options.saves or size.saves
-    options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // RANKS)
+    ranks = RANKS if options.device == "cpu" else 1
+    options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     if "RANK" in os.environ:
         rank_main(options)
     with tempfile.TemporaryDirectory(prefix="bench-save-", dir=options.place or None) as place:
         options.place = place
-        results = _run_ranks(options)
+        results = _run_ranks(options, ranks)
     report = summarise(results, options)
     table = markdown(report)
     print(table)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    stem = "save" if options.size == "124m" else f"save-{options.size}"
+    stem = "save" + "-cuda" * (options.device == "cuda") + f"-{options.size}" * (options.size != "124m")
     stem = stem if options.ways == [*WAYS] else "save-part"
     (out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / f"{stem}.md").write_text(table)
     return 0
 
 
-def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    words = [
-        "--place",
-        options.place,
-        "--rounds",
-        options.rounds,
-        "--saves",
-        options.saves,
-        "--threads",
-        options.threads,
-    ]
-    words += ["--ways", ",".join(options.ways), "--size", options.size]
-    command = [sys.executable, "-m", "bench.save", *map(str, words)]
+def _run_ranks(options: argparse.Namespace, count: int) -> list[dict[str, Any]]:
+    words = ["--place", options.place, "--rounds", options.rounds, "--saves", options.saves]
+    words += ["--threads", options.threads, "--run.device", options.device, "--size", options.size]
+    command = [sys.executable, "-m", "bench.save", *map(str, words), "--ways", ",".join(options.ways)]
     common = {
         **os.environ,
         "OMP_NUM_THREADS": str(options.threads),
@@ -121,16 +117,16 @@ def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
                 **common,
                 "RANK": str(r),
                 "LOCAL_RANK": str(r),
-                "WORLD_SIZE": str(RANKS),
-                "LOCAL_WORLD_SIZE": str(RANKS),
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
             },
         )
-        for r in range(RANKS)
+        for r in range(count)
     ]
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
-    return [json.loads(Path(options.place, f"result-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads(Path(options.place, f"result-{rank}.json").read_text()) for rank in range(count)]
 
 
 if __name__ == "__main__":

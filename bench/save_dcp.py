@@ -20,9 +20,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 class AsyncSaver:
     """dcp.async_save in a thread, with its stager."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.stager = DefaultStager(StagingOptions(False, False, True, False))
+    def __init__(self, group: dist.ProcessGroup, device: str) -> None:
+        self.group, cuda = group, device == "cuda"
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=cuda,
+            )
+        )
         self._staged: Future[None] | None = None
         self._written: Future[Any] | None = None
 

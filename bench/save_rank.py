@@ -50,6 +50,7 @@ class Size:
 
 SIZES = {
     "124m": Size({}, preset="124m", rounds=6, saves=10),
+    "1b": Size({}, preset="1b", tokens=2048, rounds=6, saves=1),
     "500m": Size(
         {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256},
         tokens=32,
@@ -119,13 +120,15 @@ class Bench:
     # ---- one step, and the ways to save after it
 
     def step(self) -> None:
-        tokens = torch.randint(0, 4096, (1, self.tokens + 1))
+        tokens = torch.randint(0, 4096, (1, self.tokens + 1)).to(self.env.device)
         logits = self.state.model(tokens[:, :-1])
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[0, 1:]).backward()
         self.hold(self.before_update)
         self.state.optimizer.step()
         self.state.optimizer.zero_grad()
         self.state.step += 1
+        if self.env.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def before_update(self) -> None:
         """Waits until no background copy reads the parameters."""
@@ -147,7 +150,7 @@ class Bench:
             dcp.save(self.their_state(), checkpoint_id=self.their_folder(), process_group=self.gloo)
         elif way != "none":
             if way not in self.theirs:
-                self.theirs[way] = AsyncSaver(self.gloo)
+                self.theirs[way] = AsyncSaver(self.gloo, self.env.device.type)
             self.theirs[way].save(self.their_state(), self.their_folder())
 
     def their_state(self) -> dict[str, Any]:
@@ -191,6 +194,31 @@ class Bench:
         tally.rounds_s.append((sum(times) + time.perf_counter() - ended) / self.every)
         tally.cpu_s.append(time.process_time() - cpu)
         self.remove_theirs()
+
+    def alone(self, ways: list[str]) -> dict[str, float]:
+        """GiB a second of this rank's state, until all is written, of one save without steps; of a plain file
+        with fsync.
+        """
+        found, size = dict[str, float](), self.state_bytes()
+        for way in ways:
+            if way != "none":
+                began = time.perf_counter()
+                self.state.step += 1
+                self.save(way)
+                self.wait_for_writes()
+                found[way] = size / 2**30 / (time.perf_counter() - began)
+                self.remove_theirs()
+        piece, plain = os.urandom(1 << 26), self.place / f"plain-{self.env.rank}"
+
+        def write() -> None:
+            with plain.open("wb", buffering=0) as file:
+                for _ in range(size // len(piece) + 1):
+                    file.write(piece)
+                os.fsync(file.fileno())
+
+        found["a plain file, one thread"] = size / 2**30 / measured(write)[0]
+        plain.unlink()
+        return found
 
     # ---- memory and loading
 
@@ -288,9 +316,10 @@ def forget(*folders: Path) -> None:
 
 def rank_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    env = from_environment()
+    env = from_environment(device=options.device)
     store = dist.FileStore(str(Path(options.place, "store")), env.world_size)
-    dist.init_process_group("cpu:gloo", store=store, rank=env.rank, world_size=env.world_size)
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "cpu:gloo"
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size)
     size = SIZES[options.size]
     bench = Bench(env, size, Path(options.place))
     tallies = {way: Tally() for way in options.ways}
@@ -306,6 +335,7 @@ def rank_main(options: argparse.Namespace) -> None:
         "rank": env.rank,
         "parameters": sum(p.numel() for p in bench.state.model.parameters()),
         "ways": {way: vars(tally) for way, tally in tallies.items()},
+        "alone": bench.alone(options.ways),
         "memory_mib": bench.memory(options.saves),
         "load": bench.load(size),
     }

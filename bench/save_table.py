@@ -31,13 +31,13 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
     command = (
         f"python -m bench.save --size {options.size} --rounds {options.rounds} --saves {options.saves} "
-        f"--ways '{','.join(options.ways)}'"
+        f"--ways '{','.join(options.ways)}' --run.device {options.device}"
     )
     return {
         "command": command, "machine": machine(), "torch": torch.__version__, "ranks": len(results),
         "parameters": results[0]["parameters"],
         "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory,
-        "load": load,
+        "load": load, "alone": {k: min(r["alone"][k] for r in results) for k in results[0]["alone"]},
     }  # fmt: skip
 
 
@@ -105,7 +105,9 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         tables.table(COLUMNS, [_cells(way, report) for way in rows]),
     ]
-    lines += [*_against_others(rows), "", ALLOCATOR]
+    rates = ", ".join(f"{way} {rate:.2f}" for way, rate in report["alone"].items())
+    lines += [*_against_others(rows), "", f"One save without steps, GiB a second of a rank: {rates}."]
+    lines += ["", ALLOCATOR]
     lines += ["", _load_text(report["load"]), "", _memory_text(report["memory_mib"], report["load"])]
     return "\n".join([*lines, ""])
 

@@ -28,9 +28,9 @@ from bench.peers.work import WORKS, Place
 from fsdp.base import devices
 
 PIECES = (("tiny", 2), ("tiny", 4), ("vit", 2), ("vit", 4), ("decoder", 2), ("decoder", 4), ("100m", 2))
-ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1))
-NEEDED = ("bare", "ours")
-TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda": 10}
+ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1), ("1b8-cuda", 1))
+NEEDED = ("ours",)
+TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 10, "1b-cuda": 10, "1b8-cuda": 10}
 """Steps of a turn."""
 SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
 UNTIMED = 10
@@ -52,7 +52,6 @@ class Seen:
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    faults: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peaks_mib: list[float] = field(default_factory=list)
 
@@ -66,7 +65,7 @@ def measure(
     left_out: list[str] | None = None,
 ) -> dict[str, Seen]:
     """No round starts unless the first steps of all are the same work. With `left_out` a contender that
-    cannot start, or does other work, is named there and the others go on; bare and ours never are.
+    cannot start, or does other work, is named there and the others go on; the first and ours never are.
     """
     teams: dict[str, Team] = {}
     try:
@@ -78,7 +77,6 @@ def measure(
                 turn = teams[name].steps(TURN[work], UNTIMED if WORKS[work].cuda else 0)
                 seen[name].wall_s.append(turn["wall_s"])
                 seen[name].cpu_s.append(turn["cpu_s"])
-                seen[name].faults.append(turn["faults"])
     finally:
         for team in teams.values():
             team.close()
@@ -86,16 +84,17 @@ def measure(
 
 
 def started(teams: dict[str, Team], bound: float, left_out: list[str] | None) -> dict[str, Seen]:
-    """Each contender after its first steps, bare first: theirs are the losses that all must have, or the
-    figures mean nothing.
+    """Each contender after its first steps, before ours the first of the others, which is bare where that
+    takes part: its losses are those that all must have, or the figures mean nothing.
     """
     seen: dict[str, Seen] = {}
-    for name in sorted(teams, key=lambda name: name != "bare"):
+    base = next(name for name in ("bare", *teams) if name in teams and name not in NEEDED)
+    for name in sorted(teams, key=lambda name: name != base):
         try:
             losses = teams[name].steps(WARM)["losses"]
-            check_same(name, losses, seen["bare"].losses if seen else losses, bound, list(teams))
+            check_same(name, losses, seen[base].losses if seen else losses, bound, base)
         except (TeamError, OtherWork) as error:
-            if left_out is None or name in NEEDED:
+            if left_out is None or name in (base, *NEEDED):
                 raise
             first, *more = str(error).splitlines()
             why = " ".join([first.partition(" HINT")[0], *more[-1:]])
@@ -116,19 +115,15 @@ def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
 
 
 class OtherWork(SystemExit):
-    """A contender does not train as the bare loop does."""
+    """A contender does not train as the others do."""
 
 
-def check_same(
-    name: str, losses: Sequence[float], wanted: Sequence[float], bound: float, names: Sequence[str]
-) -> None:
+def check_same(name: str, losses: Sequence[float], wanted: Sequence[float], bound: float, base: str) -> None:
     for step, (theirs, own) in enumerate(zip(wanted, losses, strict=True), start=1):
         if not abs(theirs - own) <= bound * abs(theirs):
-            others = ",".join(other for other in names if other != name)
-            hint = "python -m fsdp.parity" if name == "ours" else f"--only {others} leaves it out"
+            hint = "python -m fsdp.parity" if name == "ours" else f"--only {base},ours leaves it out"
             raise OtherWork(
-                f"{name} has loss {own} at step {step}, the bare loop {theirs}: not the same work. "
-                f"HINT: {hint}"
+                f"{name} has loss {own} at step {step}, {base} {theirs}: not the same work. HINT: {hint}"
             )
 
 
@@ -140,7 +135,6 @@ def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
             "name": name, "per_s": [samples / wall for wall in one.wall_s],
             "step_ms": [1e3 * wall for wall in one.wall_s],
             "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peaks_mib": one.peaks_mib,
-            "faults": one.faults,
         }  # fmt: skip
         if name not in ("ours", "ours-ddp"):
             row["ours_over_it"] = tables.ratio(one.wall_s, seen[own].wall_s)
@@ -164,7 +158,6 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
                 over.judged() if over else "",
                 cpu.judged(more_is_better=False) if cpu else "",
                 _peak(row),
-                f"{statistics.median(faults):,.0f}" if (faults := row.get("faults")) else "",
             ]
         )
     columns = [
@@ -175,7 +168,6 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
         "ours/its throughput",
         "ours/its processor",
         "peak MiB a rank",
-        "page faults a step",
     ]
     return tables.table(columns, lines)
 
@@ -221,7 +213,7 @@ def write(
     options: argparse.Namespace,
     left_out: Sequence[str],
 ) -> None:
-    found, rounds = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step), len(seen["bare"].wall_s)
+    found, rounds = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step), len(seen["ours"].wall_s)
     title = (
         f"{WORKS[work].what}; {ranks} ranks, {threads} threads each, {rounds} rounds of {TURN[work]} steps"
     )
@@ -285,6 +277,9 @@ def main(argv: Sequence[str]) -> int:
     for work, ranks in pieces:
         few = SHORT.get(work, SHORT["tiny"]) if options.short else ROSTER
         names = tables.chosen(parser, options.only, list(ROSTER), list(few), needs=NEEDED)
+        names = [name for name in names if ranks == 1 or not ROSTER[name].one_rank]
+        if names == ["ours"]:
+            parser.error("--only ours: the ratios need another. HINT: --only bare,ours")
         there = ready(names)
         for line in absent([name for name in names if name not in there]):
             print(line, flush=True)

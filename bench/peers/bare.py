@@ -24,6 +24,7 @@ from bench.peers.base import (
 
 
 class Bare:
+    loss = staticmethod(cross_entropy)
     settings = "fully_shard on each block and the root, clip_grad_norm_, AdamW fused; dcp.save, blocking"
 
     def __init__(self, given: Given) -> None:
@@ -35,7 +36,7 @@ class Bare:
         self.optimizer = make_optimizer(self.model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = cross_entropy(self.model(inputs), targets)
+        loss = self.loss(self.model(inputs), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
@@ -54,3 +55,12 @@ class Bare:
             dcp.load({"model": model, "optim": optimizer}, checkpoint_id=str(folder / f"step-{step}"))
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         return step
+
+
+class BareLoss(Bare):
+    """The compiled loss alone: of what shardrun gains over the bare loop, its part."""
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        if given.compile:
+            self.loss = torch.compile(cross_entropy)

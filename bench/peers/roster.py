@@ -22,6 +22,8 @@ class Entry:
     flags: tuple[str, ...] = ()
     """Ours alone: what is added to the flags of the work."""
     shards: bool = True
+    one_rank: bool = False
+    """It runs at one rank alone."""
 
     @property
     def python(self) -> Path:
@@ -39,13 +41,14 @@ class Entry:
 ROSTER = {
     "bare": Entry("bare fully_shard loop", "bench.peers.bare:Bare"),
     "ours": Entry("shardrun"),
+    "bare-loss": Entry("bare loop with a compiled loss", "bench.peers.bare:BareLoss"),
+    "whole": Entry("whole compile without FSDP", "bench.peers.whole:Whole", one_rank=True),
     "expert": Entry("bare loop with an expert's idioms", "bench.peers.expert:Expert"),
     "tutorial": Entry("PyTorch's FSDP2 tutorial", "bench.peers.tutorial:Tutorial"),
     "accelerate": Entry("Accelerate, FSDP2", "bench.peers.hf_accelerate:Accelerate", "accelerate"),
     "fabric": Entry("Lightning Fabric, ModelParallel", "bench.peers.fabric:Fabric", "lightning"),
     "ddp": Entry("DDP", "bench.peers.ddp:Ddp", shards=False),
     "ours-ddp": Entry("shardrun --mesh.strategy ddp", flags=("--mesh.strategy", "ddp"), shards=False),
-    "torchtitan": Entry("torchtitan", peer="torchtitan"),
 }
 """FSDP2's frameworks, then those that keep a whole copy on each rank and are held against their like."""
 

@@ -22,22 +22,16 @@ HOME = ROOT / ".cache" / "peers"
 
 @dataclass(frozen=True)
 class Peer:
-    """Packages to install, code that tests the installation, and a reason if it cannot run."""
+    """Packages to install, and code that tests the installation."""
 
     packages: tuple[str, ...]
     proof: str
-    why_not: str = ""
 
 
 PEERS = {
     "accelerate": Peer(("accelerate==1.15.0",), "import accelerate"),
     "lightning": Peer(("lightning==2.6.6",), "import bench.peers.fabric"),
-    "torchtitan": Peer(
-        ("torchtitan==0.3.0",), "import torchtitan",
-        why_not="it trains on CUDA devices only: the one attention that it has, FlexAttention, "
-        "has no backward on a CPU",
-    ),
-}  # fmt: skip
+}
 
 
 def python_of(name: str) -> Path:
@@ -47,7 +41,7 @@ def python_of(name: str) -> Path:
 def missing(name: str) -> str:
     """Why this peer cannot run here; empty if it can."""
     installed = (HOME / name / "READY").exists()
-    return PEERS[name].why_not or ("" if installed else f"not installed: python -m bench.peers.setup {name}")
+    return "" if installed else f"not installed: python -m bench.peers.setup {name}"
 
 
 def set_up(name: str) -> None:
@@ -74,8 +68,7 @@ def main(names: list[str]) -> int:
         print(f"unknown peer {unknown[0]!r}. HINT: {hint}", file=sys.stderr)
         return 2
     for name in names or PEERS:
-        if not PEERS[name].why_not:
-            set_up(name)
+        set_up(name)
         print(f"{name:<12} {missing(name) or f'ready in {HOME / name}'}", flush=True)
     return 0
 

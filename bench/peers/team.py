@@ -86,13 +86,12 @@ class Team:
 
     def steps(self, count: int, untimed: int = 0) -> dict[str, Any]:
         """One turn, after `untimed` steps more: seconds a step of the slowest rank, mean processor seconds
-        and page faults a step of the ranks, mean losses.
+        a step of the ranks, mean losses.
         """
         answers = self._ask({"do": "steps", "steps": count, "untimed": untimed})
         return {
             "wall_s": max(one["wall_s"] for one in answers) / count,
             "cpu_s": sum(one["cpu_s"] for one in answers) / count / self.ranks,
-            "faults": sum(one["faults"] for one in answers) / count / self.ranks,
             "losses": [
                 sum(losses) / self.ranks for losses in zip(*(one["losses"] for one in answers), strict=True)
             ],

@@ -101,6 +101,11 @@ WORKS = {
         (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "4"), "tokens",
         cuda=True,
     ),
+    "1b8-cuda": Work(
+        "1b8-cuda", "decoder, preset 1b, 2048 tokens × 8, bf16, compiled",
+        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens",
+        cuda=True,
+    ),
 }  # fmt: skip
 
 

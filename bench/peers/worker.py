@@ -8,17 +8,14 @@ each rank, waits for orders.
 
 from __future__ import annotations
 
-import contextlib
-import cProfile
 import gc
 import importlib
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,7 +80,6 @@ class Orders:
         return True
 
     def _start_clock(self) -> None:
-        self._faults = _page_faults()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def say(self, **facts: Any) -> None:
@@ -95,7 +91,6 @@ class Orders:
         facts: dict[str, Any] = {
             "wall_s": time.perf_counter() - self._wall,
             "cpu_s": time.process_time() - self._cpu,
-            "faults": _page_faults() - self._faults,
             "losses": losses,
         }
         if self._memory and torch.cuda.is_initialized():
@@ -112,13 +107,6 @@ class Orders:
             gc.collect()
             torch.cuda.empty_cache()
         self.say(**facts)
-
-
-def _page_faults() -> int:
-    """Pages that this process has touched for the first time since the kernel gave them: what an allocator
-    costs that returns its memory.
-    """
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def memory_mib(name: str) -> float:
@@ -148,21 +136,7 @@ def run_ours(work: str, flags: tuple[str, ...], orders: Orders) -> None:
         place = os.environ.get("BENCH_RUN") or folder
         loaded = config.load([*WORKS[work].all_flags, *flags, "--run.dir", place])
         orders.wait()
-        with _profiled():
-            train(loaded, from_environment(), Turns(orders))
-
-
-@contextlib.contextmanager
-def _profiled() -> Iterator[None]:
-    """Writes rank 0's profile of the run to the file that BENCH_PROFILE names."""
-    place = os.environ.get("BENCH_PROFILE", "")
-    if not place or os.environ["RANK"] != "0":
-        yield
-        return
-    profile = cProfile.Profile()
-    with profile:
-        yield
-    profile.dump_stats(place)
+        train(loaded, from_environment(), Turns(orders))
 
 
 def run_peer(name: str, work: str, orders: Orders) -> None:

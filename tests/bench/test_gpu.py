@@ -18,7 +18,7 @@ def test_an_unknown_part_is_refused_with_the_names(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as ended:
         gpu.main(["--only", "saves,speed"])
     assert ended.value.code == 2
-    assert "--only speed: no such part. HINT: --only ranks" in capsys.readouterr().err
+    assert "--only speed: no such part. HINT: --only options" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_names_the_form_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,5 +51,6 @@ def battery(tmp_path: Path, only: str = "") -> dict[str, tuple[str, str]]:
 @pytest.mark.long
 def test_two_parts_on_a_cpu(tmp_path: Path) -> None:
     rows = battery(tmp_path, "ranks,nonfinite")
+    assert "exit code 5" in (tmp_path / "logs" / "cpu-nonfinite.log").read_text()
     assert rows["ranks"][0] == "not possible here"
     assert rows["nonfinite"] == ("passed", "exit code 5; skipped 1")

@@ -66,25 +66,14 @@ def test_a_piece_replaces_only_its_own_section(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def write(key: str, text: str) -> None:
-        tables.write_piece(
-            "x",
-            key,
-            title="X",
-            piece_title=key,
-            command="c",
-            about="a",
-            text=text,
-            notes="",
-            numbers={"i": tables.Interval(1, 0, 2)},
-        )
+        numbers = {"i": tables.Interval(1, 0, 2)}
+        words = {"title": "X", "piece_title": key, "command": "c", "about": "a", "text": text, "notes": ""}
+        tables.write_piece("x", key, numbers=numbers, **words)
 
     for key, text in (("one", "first"), ("two", "second"), ("one", "third")):
         write(key, text)
     page = (tmp_path / "x.md").read_text()
     assert "first" not in page
     assert page.index("third") < page.index("second")
-    assert json.loads((tmp_path / "x.json").read_text())["pieces"]["two"]["i"] == {
-        "value": 1,
-        "low": 0,
-        "high": 2,
-    }
+    kept = json.loads((tmp_path / "x.json").read_text())["pieces"]["two"]["i"]
+    assert kept == {"value": 1, "low": 0, "high": 2}
