@@ -31,8 +31,9 @@ COMMON = (
     "--optim.beta2", str(base.BETAS[1]),
     "--optim.weight_decay", str(base.DECAY), "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
     "--precision.param", "fp32", "--speed.compile", "false", "--data.name", "synthetic",
-    "--data.args.heldout", "0",
+    "--data.args.heldout", "0", "--watch.hang_s", "1800",
 )  # fmt: skip
+"""The watch waits: between its turns a contender stands still while the others compile."""
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,9 @@ def test_without_a_gpu_it_names_the_form_that_runs(capsys: pytest.CaptureFixture
 
 
 def battery(tmp_path: Path, only: str = "") -> dict[str, tuple[str, str]]:
-    words = [
-        sys.executable,
-        "-m",
-        "bench.gpu",
-        "--run.device",
-        "cpu",
-        "--results",
-        str(tmp_path),
-        "--only",
-        only,
-    ]
-    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    words = ["-m", "bench.gpu", "--run.device", "cpu", "--results", str(tmp_path), "--only", only]
+    call = [sys.executable, *words]
+    ran = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     (kept,) = tmp_path.glob("gpu-*.json")
     rows = {row["part"]: (row["result"], row["about"]) for row in json.loads(kept.read_text())["rows"]}
     failed = {name: row for name, row in rows.items() if row[0] not in ("passed", "not possible here")}

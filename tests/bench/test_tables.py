@@ -67,8 +67,8 @@ def test_a_piece_replaces_only_its_own_section(tmp_path: Path, monkeypatch: pyte
 
     def write(key: str, text: str) -> None:
         numbers = {"i": tables.Interval(1, 0, 2)}
-        words = {"title": "X", "piece_title": key, "command": "c", "about": "a", "text": text, "notes": ""}
-        tables.write_piece("x", key, numbers=numbers, **words)
+        said = {"title": "X", "piece_title": key, "command": "c", "about": "a", "text": text, "notes": ""}
+        tables.write_piece("x", key, numbers=numbers, short=False, **said)
 
     for key, text in (("one", "first"), ("two", "second"), ("one", "third")):
         write(key, text)
