@@ -15,6 +15,7 @@ process group for good.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -66,6 +67,13 @@ def find(name: str, *, typed: bool = False) -> Device | None:
     if "MIG" in parts:
         return None
     return next((device for device in DEVICES if all(map(has, device.driver_words.split()))), None)
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of its memory; of a CPU the machine's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 # ---------------------------------------------------------------- digests and dtypes of tensors

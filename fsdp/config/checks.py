@@ -111,7 +111,7 @@ def _elastic(config: Config) -> bool:
 def _part_resharded(config: Config) -> bool:
     """torch gathers a float8 weight again only from all of its shards."""
     policy = reshard_policy(config.mesh.reshard_after_forward)
-    return config.speed.float8 == "tensorwise" and policy not in (True, False, "step")
+    return config.speed.float8 == "tensorwise" and policy not in (True, False, "step", "auto")
 
 
 READERS = {
@@ -192,8 +192,9 @@ ROWS: tuple[Row, ...] = (
      "--train.eval_every_steps 100", "it needs evaluations during the run"),
     *_beside("mesh.strategy", _ddp, "--mesh.strategy fsdp", {
         **_of("comm.all_reduce_hook"), **_of("comm.all_gather"), **_of("comm.reduce_scatter"),
-        **_of("comm.divide_by"), **_of("mesh.reshard_after_forward"), **_of("mesh.accumulate", "shard"),
-        **_of("mesh.unsharded"), **_of("precision.output"), **_of("precision.frozen"),
+        **_of("comm.divide_by"), **_of("mesh.accumulate", "shard"), **_of("mesh.unsharded"),
+        "mesh.reshard_after_forward": lambda c: c.mesh.reshard_after_forward not in ("auto", "true"),
+        **_of("precision.output"), **_of("precision.frozen"),
         **_of("memory.cpu_offload"), **_of("memory.nvme", "all"), **_of("speed.prefetch_forward"),
         **_of("speed.prefetch_backward"),
     }, "it applies to shards"),

@@ -290,12 +290,13 @@ class MeshSection:
     """size of mesh axis dp_replicate; 0: derived"""
     shard: int = knob(0, unit="ranks", low=0, common=True)
     """size of mesh axis dp_shard; 0: derived"""
-    reshard_after_forward: str = knob("true", common=True)
+    reshard_after_forward: str = knob("auto", common=True)
     """free gathered parameters after forward
 
-    true, false, step or a number. true frees all but those with which backward begins (ZeRO-3). false
-    keeps them until backward (ZeRO-2): faster, more memory. step gathers once per optimizer step (like
-    ZeRO-1). A number reshards to that many ranks.
+    auto, true, false, step or a number. true frees all but those with which backward begins (ZeRO-3).
+    false keeps them until backward (ZeRO-2): faster, more memory. step gathers once per optimizer step
+    (like ZeRO-1). A number reshards to that many ranks. auto is false where dp_shard is 1, nothing is sent
+    and all of them take under a tenth of the device's memory, else true.
     """
     accumulate: Literal["last", "shard", "every"] = knob("last")
     """when gradients of micro-batches are reduced
@@ -778,17 +779,17 @@ def shown_value(value: object) -> str:
 # ---------------------------------------------------------------- structured texts
 
 
-def reshard_policy(text: str) -> bool | int | Literal["step"]:
-    """Parses --mesh.reshard_after_forward: a bool, a number of ranks, or "step"."""
+def reshard_policy(text: str) -> bool | int | str:
+    """Parses --mesh.reshard_after_forward: a bool, a number of ranks, "step" or "auto"."""
     if text in ("true", "false"):
         return text == "true"
-    if text == "step":
-        return "step"
+    if text in ("step", "auto"):
+        return text
     if ranks := parse_count(text):
         return ranks
     raise ConfigError(
-        f"--mesh.reshard_after_forward {text} is not true, false, step or a number of ranks.",
-        "--mesh.reshard_after_forward true",
+        f"--mesh.reshard_after_forward {text} is not auto, true, false, step or a number of ranks.",
+        "--mesh.reshard_after_forward auto",
     )
 
 

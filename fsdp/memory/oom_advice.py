@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.torch_private import FakeTensorMode, convert_tensors
-from fsdp.config import Config, reshard_policy
+from fsdp.config import Config
 from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_bytes
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
 from fsdp.models.loss import LossFunction
@@ -112,7 +112,7 @@ def footprint_of(config: Config, context: OomContext, device: torch.device) -> F
         param=dtypes.param.itemsize,
         reduce=dtypes.reduce.itemsize,
         state=resting.optimizer / max(1, trained),
-        reshard=reshard_policy(config.mesh.reshard_after_forward),
+        reshard=context.sharded.reshard,
         accumulate=config.mesh.accumulate,
         accumulation=context.batch.accumulation,
         micro=context.batch.micro_batch,
@@ -216,7 +216,7 @@ def changes(now: Footprint, device: str) -> Iterator[tuple[str, Footprint, str]]
     """Each flag alone, in the order of cost: the flag, the footprint with it, its cost."""
     sharded, recomputes = now.shard > 1 and not now.ddp, now.recomputes
     table: list[tuple[bool, str, dict[str, Any], str]] = [
-        (sharded and now.reshard is not True, "--mesh.reshard_after_forward true", {"reshard": True},
+        (not now.ddp and now.reshard is not True, "--mesh.reshard_after_forward true", {"reshard": True},
          "each unit is gathered again for backward"),
         (sharded and now.accumulation > 1 and now.accumulate == "last", "--mesh.accumulate shard",
          {"accumulate": "shard"}, "a reduction per micro-batch"),

@@ -22,13 +22,14 @@ from fsdp import config as configuration
 from fsdp.base.devices import NAMES
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
+from fsdp.config.sections import shown_value
 from fsdp.distributed.mesh import MeshSizes, plan_batch, resolve
 from fsdp.memory.account import resting_bytes
 from fsdp.plan.fake_step import FakeRun, subject_of, trace_step
 from fsdp.plan.step_time import UNMEASURED, Rates, Step, rates_for, time_step
 from fsdp.plan.trace import AFTER, CODE, COLUMN, COLUMNS, HOST_KINDS, KINDS, POOLS, Stretch, Trace
 from fsdp.run.job import model_of
-from fsdp.shard.shard import resolve_dtypes
+from fsdp.shard.shard import resolve_dtypes, sharding_of
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
@@ -147,8 +148,11 @@ def ask_for(config: Config) -> tuple[FakeRun, int]:
 
 def fake_run(config: Config, sizes: MeshSizes, micro_batch: int, accumulation: int) -> FakeRun:
     """Rank 0 on the planned device. Of many micro-batches three are traced."""
-    device = "cpu" if config.plan.gpu == "cpu" else "cuda"
-    return FakeRun(for_target(config), sizes, 0, micro_batch, min(accumulation, 3), device)
+    device, config = "cpu" if config.plan.gpu == "cpu" else "cuda", for_target(config)
+    model = model_of(config, subject_of(config.model, config.data).spec)
+    reshard = sharding_of(config, sizes, None, rates_for(config).memory).resharding(model)
+    mesh = replace(config.mesh, reshard_after_forward=shown_value(reshard))
+    return FakeRun(replace(config, mesh=mesh), sizes, 0, micro_batch, min(accumulation, 3), device)
 
 
 def for_target(config: Config) -> Config:
@@ -244,7 +248,7 @@ class _Search:
     def tried(self, ranks: int, offload: bool) -> list[Plan]:
         """The best plan of each mesh and knob that train.py accepts with the user's flags."""
         mesh, memory = self.config.mesh, self.config.memory
-        reshards, kinds = ["true", "false"], ["none", "ops", "full"]
+        reshards, kinds = ["auto", "false"], ["none", "ops", "full"]
         if "mesh.reshard_after_forward" in self.fixed:
             reshards = [mesh.reshard_after_forward]
         if "memory.activation_checkpointing" in self.fixed:
@@ -254,7 +258,10 @@ class _Search:
             strategy = "fsdp" if shard == ranks else "ddp" if shard == 1 else "hsdp"
             if shard == 1 and ((offload and ranks > 1) or reshard != reshards[0]):
                 continue  # nothing is gathered, and DDP does not offload
-            if (strategy == "ddp" and reshard != "true") or mesh.strategy not in ("auto", strategy):
+            if (strategy == "ddp" and reshard not in ("auto", "true")) or mesh.strategy not in (
+                "auto",
+                strategy,
+            ):
                 continue
             try:
                 chosen = configuration.replace(

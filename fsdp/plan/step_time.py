@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from fsdp.base.devices import DEVICES, find
+from fsdp.base.devices import DEVICES, find, memory_of
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.distributed.mesh import MeshSizes
@@ -76,7 +77,7 @@ class Rates:
     """Bytes and operations a second; memory is the bytes that a rank can have. By default a CPU's."""
 
     name: str = "cpu"
-    memory: float = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory: float = memory_of(torch.device("cpu"))
     matmul: float = 200e9
     """In fp32 half of it."""
     attention: float = 50e9

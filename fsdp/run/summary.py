@@ -16,6 +16,7 @@ from torch import nn
 from fsdp.base.text import as_typed, byte_size, columns, from_here
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.config import Config, PlanSection
+from fsdp.config.sections import shown_value
 from fsdp.distributed.env import DistEnv
 from fsdp.memory.account import resting_bytes
 from fsdp.models.units import find_units
@@ -36,6 +37,7 @@ later ones ran."""
 def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     """The derived facts by name, as --dry-run and the last start-up line show them."""
     sizes, batch, dtypes, data = job.sizes, job.batch, job.dtypes, job.data
+    reshard = job.sharding.resharding(model)
     padded = batch.micro_batch * batch.accumulation * sizes.ranks != batch.global_batch
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -45,7 +47,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         for dtype in (dtypes.param, dtypes.master, dtypes.reduce, dtypes.frozen)
     )
     facts = {
-        "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
+        "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks"
+        + ("" if sizes.strategy == "ddp" else f", reshard_after_forward {shown_value(reshard)}"),
         "model": f"{job.spec.name} {config.model.preset}".strip()
         + f", {total:,} parameters, {trained:,} trained",
         "data": f"{' + '.join(config.data.names)}, {length}",

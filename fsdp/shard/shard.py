@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.base.devices import DTYPES
+from fsdp.base.devices import DTYPES, memory_of
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import check_buckets_reduced, convert_tensors
 from fsdp.config import (
@@ -52,6 +52,9 @@ from fsdp.shard.compute import (
     set_kernel_folders,
     whole_parameters,
 )
+
+MOST_KEPT = 0.1
+"""Of a device's memory, gathered parameters that auto keeps after forward."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class Sharded:
     device: torch.device
     units: list[list[nn.Module]]
     accumulate: str
-    keep_gathered: bool
+    reshard: bool | int | str
+    """As `Sharding.resharding` has it."""
     divides_by: float = 0.0
     whole: frozenset[str] = frozenset()
     """Names of the parameters of --mesh.unsharded."""
@@ -137,7 +141,7 @@ class Sharded:
                 self.root.set_requires_gradient_sync(last)
             elif self.accumulate == "shard":
                 self.root.set_requires_all_reduce(last)
-            if self.keep_gathered:
+            if self.reshard == "step":
                 self.root.set_reshard_after_backward(last)
         try:
             if isinstance(self.runs, DistributedDataParallel):
@@ -217,10 +221,22 @@ class Sharding:
     compiled: bool
     """Whether units are compiled."""
     hooks: Hooks
+    room: float
+    """Bytes of the device's memory; of a CPU a rank's part."""
+
+    def resharding(self, model: nn.Module) -> bool | int | str:
+        """The policy of --mesh.reshard_after_forward, without auto. One rank's shard is only cast and copied
+        again for backward, and the copies are freed where they would be a large part of the memory.
+        """
+        policy = reshard_policy(self.mesh.reshard_after_forward)
+        if policy != "auto":
+            return policy
+        gathered = self.dtypes.param.itemsize * sum(p.numel() for p in model.parameters())
+        return self.sizes.shard > 1 or gathered > MOST_KEPT * self.room
 
 
-def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None) -> Sharding:
-    """`device` is None in a process that is no rank. ConfigError."""
+def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, room: float = 0.0) -> Sharding:
+    """`device` is None in a process that is no rank; `room` is that of another device. ConfigError."""
     here = device or torch.device("cpu")
     return Sharding(
         mesh=config.mesh,
@@ -232,6 +248,7 @@ def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None) -
         dtypes=resolve_dtypes(config.precision, here),
         compiled=device is not None and compiles(config.speed, device),
         hooks=load_hooks(config.comm),
+        room=room or memory_of(here) / (sizes.ranks if here.type == "cpu" else 1),
     )
 
 
@@ -255,7 +272,6 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         from fsdp.shard.offload import apply_activation_offload
 
         apply_activation_offload(units, job.device, compiled=job.compiled)
-    policy = reshard_policy(job.mesh.reshard_after_forward)
     sharded = Sharded(
         root=model,
         sizes=job.sizes,
@@ -264,13 +280,13 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         device=job.device,
         units=units,
         accumulate=job.mesh.accumulate,
-        keep_gathered=policy == "step",
+        reshard=job.resharding(model),
         divides_by=job.comm.divide_by,
         whole=frozenset(whole_parameters(model, job.mesh.unsharded)),
         compiled=compiled_modules,
     )
     if sharded_by_fsdp:
-        _apply_fully_shard(sharded, policy, memory)
+        _apply_fully_shard(sharded, memory)
         _reduce_unused_experts(model)
         _apply_prefetch(units, speed)
         apply_comm(model, job.comm, job.hooks)
@@ -297,7 +313,7 @@ def _kept(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
     return torch.float32 if buffer and master == torch.bfloat16 else master
 
 
-def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
+def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
     dtypes = sharded.dtypes
     # Beside bf16 masters, buffers and inputs are fp32: FSDP casts the inputs.
     plain = dtypes.param == dtypes.master != torch.bfloat16
@@ -313,7 +329,7 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
         if memory.cpu_offload
         else OffloadPolicy()
     )
-    reshard = policy if isinstance(policy, (bool, int)) else False
+    reshard = sharded.reshard if isinstance(sharded.reshard, int) else False
     if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
         reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
     named = sharded.root.named_parameters(remove_duplicate=False)

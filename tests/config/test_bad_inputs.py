@@ -32,7 +32,7 @@ FLAGS = {
     "--watch.deterministic maybe": "is not true or false",
     "--mesh.strategy fdsp": "HINT: --mesh.strategy fsdp",
     "--model.args 3": "has no name. HINT: --model.args.NAME 3",
-    "--mesh.reshard_after_forward 0": "is not true, false, step or a number of ranks",
+    "--mesh.reshard_after_forward 0": "is not auto, true, false, step or a number of ranks",
     "--mesh.wrap klass:Block": "is not auto, every:N, class:NAME, size:PARAMETERS or root",
     "--ray.num_workers 4:2": "is not a number of workers or a range",
     "--ray.env NCCL_DEBUG": "has no name",

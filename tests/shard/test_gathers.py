@@ -1,10 +1,16 @@
-"""When parameters are gathered: how often a step, and how far ahead. Counted at the collective itself."""
+"""When parameters are gathered: how often a step, counted at the collective, and what one rank copies."""
 
 from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp import config as configuration
+from fsdp.base.torch_private import TorchDispatchMode
 from fsdp.distributed.env import DistEnv
 from fsdp.run.loop import train
 from tests.support import comm_hooks
@@ -40,3 +46,48 @@ def test_gathers_of_three_micro_batches(
         more = flags(words, f"--train.steps {steps} --optim.warmup_steps 0 --checkpoint.export false")
         counts.append(run_world(2, gathers, ["--run.dir", str(tmp_path_factory.mktemp("run")), *more])[0])
     assert counts[1] - counts[0] == 2 * a_step
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[operator.overloadpacket.__name__] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def launched(env: DistEnv, words: list[str]) -> tuple[Counter[str], list[tuple[float, float]]]:
+    """Operators of a run, its losses and gradient norms."""
+    with Launches() as launches:
+        run = train(configuration.load(words), env).run_dir
+    records = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return launches.seen, [(one["loss"], one["grad_norm"]) for one in records]
+
+
+def both(ranks: int, folder: Path, words: str, *variants: str) -> list[Counter[str]]:
+    """The operators of runs whose losses and norms are equal to the bit."""
+    found = [
+        run_world(ranks, launched, ["--run.dir", str(folder / str(at)), *flags(words, variant)])[0]
+        for at, variant in enumerate(variants)
+    ]
+    assert all(numbers == found[0][1] != [] for _, numbers in found)
+    return [seen for seen, _ in found]
+
+
+REPLICAS = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1"
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, REPLICAS)])
+def test_one_rank_s_shard_is_cast_once(ranks: int, mesh: str, tmp_path: Path) -> None:
+    """auto: the three blocks but the last are not cast and copied again for backward."""
+    words = f"{mesh} --train.steps 3 --checkpoint.export false --precision.param bf16"
+    policies = ("auto", "false", "true")
+    auto, kept, freed = both(
+        ranks, tmp_path, words, *(f"--mesh.reshard_after_forward {policy}" for policy in policies)
+    )
+    assert auto == kept
+    assert auto["copy_"] < freed["copy_"]
