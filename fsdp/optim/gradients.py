@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,9 +89,14 @@ class Gradients:
                 here = factor.to(some[0].device) if isinstance(factor, Tensor) else factor
                 foreach_multiply_(some, here)
 
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Always multiplies: a branch would wait for the device."""
-        self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    def clip(self, max_norm: float, norm: Tensor, kernel: Any = None) -> None:
+        """Always multiplies: a branch would wait for the device. `kernel` is a fused optimizer, which divides
+        the gradients as it reads them, by a number in fp32.
+        """
+        if kernel is not None and norm.dtype == torch.float32:
+            kernel.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+        else:
+            self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def _locals(self, parameters: list[nn.Parameter]) -> list[Tensor]:
         local = []

@@ -148,7 +148,8 @@ def apply_update(parts: StepParts, step: int, loss: Tensor | None, norm: Tensor)
     """One agreed check of the numbers, clipping, the update; clears the gradients."""
     if parts.verdicts is None or parts.verdicts.may_update(step, loss, norm):
         if parts.clip_norm:
-            parts.gradients.clip(parts.clip_norm, norm)
+            fused = parts.verdicts is not None and parts.verdicts.device_decides
+            parts.gradients.clip(parts.clip_norm, norm, parts.optimizer if fused else None)
         parts.enter("optimizer")
         if parts.saves is not None and parts.saves.flight is not None:
             parts.saves.before_update()

@@ -7,6 +7,7 @@ ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from fsdp.record import recorder
 from fsdp.run.loop import train
 from fsdp.run.training_loop import TrainingLoop
 from tests.optim.test_nonfinite_runs import SPOILT, step_of
+from tests.shard.test_gathers import launched
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags
 from tests.support.world import run_world
@@ -71,9 +73,8 @@ def test_nothing_behind_a_bad_step_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", quick_are(["adamw"], ["adamw", "adam"], []))
 def test_skipping_leaves_the_same_bits_as_where_the_host_decides(optimizer: str, tmp_path: Path) -> None:
-    words = (
-        f"{SPOILT} --train.nonfinite skip --train.steps 8 --run.log_every_steps 5 --optim.name {optimizer}"
-    )
+    words = f"{SPOILT} --train.nonfinite skip --train.steps 8 --run.log_every_steps 5"
+    words += f" --optim.name {optimizer} --train.clip_grad_norm 0"  # the kernel's clipping divides
     assert failures(2, tmp_path / "host", words) == [None, None]
     there = run_world(2, decided_by_device, ["--run.dir", str(tmp_path / "device"), *flags(words)])
     assert there == [(None, True)] * 2
@@ -82,6 +83,26 @@ def test_skipping_leaves_the_same_bits_as_where_the_host_decides(optimizer: str,
         for who in ("host", "device")
     ]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def clipped_by_kernel(env: DistEnv, words: list[str]) -> tuple[Counter[str], list[tuple[float, float]]]:
+    with as_on_cuda():
+        return launched(env, words)
+
+
+@pytest.mark.parametrize(("precision", "saved"), [("fp32", 4), ("fp64", 0)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_kernel_clips(ranks: int, precision: str, saved: int, tmp_path: Path) -> None:
+    """A step of fp32 multiplies no gradients; one of fp64, whose kernels take a number in fp32, does."""
+    words = f"--train.steps 4 --train.clip_grad_norm 0.01 --precision.master {precision} --checkpoint.export"
+    here, there = (
+        run_world(ranks, function, ["--run.dir", str(tmp_path / function.__name__), *flags(words, "false")])[0]
+        for function in (launched, clipped_by_kernel)
+    )
+    assert here[0]["_foreach_mul_"] - there[0]["_foreach_mul_"] == saved
+    assert all(norm > 0.01 for _, norm in here[1])
+    for step, other in zip(here[1], there[1], strict=True):
+        assert other == pytest.approx(step, rel=1e-6 if saved else 0)
 
 
 def test_a_loss_that_is_not_finite_skips_and_only_skips_in_a_row_count() -> None:
