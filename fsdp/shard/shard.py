@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -348,6 +349,26 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
         last = unit is sharded.units[-1]
         wrap(modules, mp_policy=within, reshard_after_forward=False if last else reshard)
     wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
+    wrapped: Any = [module for module in sharded.root.modules() if isinstance(module, FSDPModule)]
+    for module in wrapped if sharded.sizes.shard == 1 else ():
+        module.set_custom_reduce_scatter(_OneBuffer())
+
+
+class _OneBuffer:
+    """FSDP copies the only rank's gradients from a reduction's input to its output: one tensor is both, and
+    no copy is made.
+    """
+
+    _given: torch.Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        given, self._given = self._given, None
+        if given is None:
+            given = self._given = torch.empty(*size, dtype=dtype, device=device)
+        return given
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        raise AssertionError("one rank reduces nothing")
 
 
 def _reduce_unused_experts(root: nn.Module) -> None:

@@ -78,6 +78,7 @@ def both(ranks: int, folder: Path, words: str, *variants: str) -> list[Counter[s
     return [seen for seen, _ in found]
 
 
+OWN = "--comm.reduce_scatter tests.support.comm_hooks:Scatter"
 REPLICAS = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1"
 
 
@@ -91,3 +92,14 @@ def test_one_rank_s_shard_is_cast_once(ranks: int, mesh: str, tmp_path: Path) ->
     )
     assert auto == kept
     assert auto["copy_"] < freed["copy_"]
+
+
+@pytest.mark.parametrize("more", ["", "--train.micro_batch 2 --mesh.accumulate shard"])
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, REPLICAS)])
+def test_one_rank_s_reduction_copies_nothing(ranks: int, mesh: str, more: str, tmp_path: Path) -> None:
+    """Beside memory of the user's own, which FSDP copies the gradients of each of four units into."""
+    words = f"{mesh} {more} --train.steps 3 --checkpoint.export false"
+    own, ours = both(ranks, tmp_path, words, OWN, "")
+    reductions = own["chunk_cat"]
+    assert reductions == 3 * 4 * (12 // ranks // 2 if more else 1)
+    assert own["copy_"] - ours["copy_"] == reductions
