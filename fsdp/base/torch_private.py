@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp.base.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 __all__ = ["FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]
 """tree_leaves, all leaves of nested containers: torch.utils has no public module for it."""
@@ -565,6 +568,35 @@ def reduces(group: FSDPParamGroup) -> bool:
     """
     context, name = group.comm_ctx, "reduce_scatter_state"
     return bool(getattr(context, name, None) or getattr(context, f"{name}s", None))
+
+
+def whole_groups(root: nn.Module) -> list[FSDPParamGroup]:
+    """All groups, for `gather_together`; empty where torch's names have moved."""
+    if hasattr(FSDPParam, "alloc_all_gather_outputs") and hasattr(FSDPParamGroup, "_to_unsharded"):
+        return list(parameter_groups(root))
+    log.info("torch %s gathers each parameter by itself: a kernel and a copy more", torch.__version__)
+    return []
+
+
+def gather_together(groups: Sequence[FSDPParamGroup]) -> None:
+    """Casts all shards, which are whole, into the gathered parameters in one kernel. FSDP makes these at its
+    first gather. float8 weights and those on the host are left to it.
+
+    Without it, each parameter has a temporary tensor and two kernels.
+    """
+    gathered, shards = list[Tensor](), list[Tensor]()
+    for group in groups:
+        for one in group.fsdp_params:
+            own = one.offload_to_cpu or hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather")
+            if own or not one.all_gather_outputs or not group.is_sharded:
+                return
+            one.alloc_all_gather_outputs()
+            gathered += one.all_gather_outputs
+            shards.append(one._sharded_param_data)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(gathered)):
+        torch._foreach_copy_(gathered, shards)
+    for group in groups:
+        group._to_unsharded()
 
 
 # ---------------------------------------------------------------- patches of FSDP2, undone at their end

@@ -28,7 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.devices import DTYPES, memory_of
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import check_buckets_reduced, convert_tensors
+from fsdp.base.torch_private import (
+    FSDPParamGroup,
+    check_buckets_reduced,
+    convert_tensors,
+    gather_together,
+    whole_groups,
+)
 from fsdp.config import (
     CommSection,
     Config,
@@ -113,6 +119,8 @@ class Sharded:
     runs: nn.Module = field(init=False)
     divisor: float = field(init=False)
     """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
+    together: list[FSDPParamGroup] = field(default_factory=list, init=False)
+    """Groups that are gathered at once, before the forward."""
     _last_set: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +152,8 @@ class Sharded:
                 self.root.set_requires_all_reduce(last)
             if self.reshard == "step":
                 self.root.set_reshard_after_backward(last)
+        if self.together:
+            gather_together(self.together)
         try:
             if isinstance(self.runs, DistributedDataParallel):
                 quiet = self.accumulate == "last" and not last
@@ -352,6 +362,8 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
     wrapped: Any = [module for module in sharded.root.modules() if isinstance(module, FSDPModule)]
     for module in wrapped if sharded.sizes.shard == 1 else ():
         module.set_custom_reduce_scatter(_OneBuffer())
+    if sharded.sizes.shard == 1 and not reshard and memory.nvme != "all":
+        sharded.together = whole_groups(sharded.root)
 
 
 class _OneBuffer:

@@ -13,6 +13,7 @@ from fsdp import config as configuration
 from fsdp.base.torch_private import TorchDispatchMode
 from fsdp.distributed.env import DistEnv
 from fsdp.run.loop import train
+from fsdp.shard import shard
 from tests.support import comm_hooks
 from tests.support.runs import flags
 from tests.support.world import run_world
@@ -103,3 +104,22 @@ def test_one_rank_s_reduction_copies_nothing(ranks: int, mesh: str, more: str, t
     reductions = own["chunk_cat"]
     assert reductions == 3 * 4 * (12 // ranks // 2 if more else 1)
     assert own["copy_"] - ours["copy_"] == reductions
+
+
+@pytest.mark.parametrize("more", ["", "--train.micro_batch 2", "--mesh.reshard_after_forward step"])
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, REPLICAS)])
+def test_one_rank_s_shards_are_cast_by_one_kernel(ranks: int, mesh: str, more: str, tmp_path: Path) -> None:
+    """After the first step, in which FSDP makes the gathered parameters: two copies each before."""
+    words = f"{mesh} {more} --train.steps 3 --checkpoint.export false --precision.param bf16"
+    one = run_world(ranks, launched, ["--run.dir", str(tmp_path / "one"), *flags(words)])[0]
+    each = run_world(ranks, launched_by_torch, ["--run.dir", str(tmp_path / "each"), *flags(words)])[0]
+    assert one[1] == each[1]
+    kernels = one[0]["_foreach_copy_"] - each[0]["_foreach_copy_"]
+    assert kernels > 0
+    assert each[0]["copy_"] - one[0]["copy_"] > 10 * kernels
+
+
+def launched_by_torch(env: DistEnv, words: list[str]) -> tuple[Counter[str], list[tuple[float, float]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "whole_groups", lambda root: [])
+        return launched(env, words)
