@@ -271,17 +271,11 @@ def _send_all(
     with torch.no_grad():
         for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
             if name not in added:
-                _send(sharded, target, opened[0](name) if opened else None, is_source=bool(opened))
+                send = _broadcast_whole if shard_count(target) == 1 else _scatter_rows
+                send(target, opened[0](name) if opened else None, sharded, is_source=bool(opened))
 
 
-def _send(sharded: Sharded, target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
-    if shard_count(target) == 1:
-        _broadcast_whole(target, full, is_source=is_source)
-    else:
-        _scatter_rows(target, full, sharded, is_source=is_source)
-
-
-def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
+def _broadcast_whole(target: Tensor, full: Tensor | None, _: Sharded, *, is_source: bool) -> None:
     part = local_tensor(target)
     wire = _bytes(_or_own(full, target)) if is_source else _bytes(torch.empty_like(part))
     wire = wire.to(part.device)

@@ -35,14 +35,6 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def parts_of(optimizer: torch.optim.Optimizer, itemsize: int, limit: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in their order, cut where their states of `itemsize` bytes an element reach `limit`. One
-    parameter is never cut.
-    """
-    sized = [(p, local_tensor(p).numel() * itemsize) for p in trained_parameters(optimizer)]
-    yield from cut_into_parts(sized, limit)
-
-
 def cut_into_parts(sized: Iterable[tuple[Any, int]], limit: int) -> Iterator[list[Any]]:
     part: list[Any] = []
     total = 0
@@ -123,8 +115,9 @@ class PartedStates:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's own step, part by part."""
-        parts = [*parts_of(optimizer, self._dtype.itemsize * len(self._moments), self.part_bytes), []]
-        for part, later in itertools.pairwise(parts):
+        width = self._dtype.itemsize * len(self._moments)
+        sized = [(p, local_tensor(p).numel() * width) for p in trained_parameters(optimizer)]
+        for part, later in itertools.pairwise([*cut_into_parts(sized, self.part_bytes), []]):
             self.bring(optimizer, part, later)
             step_some(optimizer, part)
             self.put_back(optimizer, part)

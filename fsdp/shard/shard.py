@@ -35,15 +35,7 @@ from fsdp.base.torch_private import (
     gather_together,
     whole_groups,
 )
-from fsdp.config import (
-    CommSection,
-    Config,
-    MemorySection,
-    MeshSection,
-    PrecisionSection,
-    SpeedSection,
-    reshard_policy,
-)
+from fsdp.config import Config, MemorySection, PrecisionSection, SpeedSection, reshard_policy
 from fsdp.distributed.mesh import MeshSizes
 from fsdp.models.init import persistent
 from fsdp.models.units import blocks_of, find_units, has_separate_experts
@@ -220,12 +212,9 @@ class Sharded:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The part of a job that sharding reads: its sections, and what follows from them."""
+    """What sharding reads: the configuration, and what follows from it."""
 
-    mesh: MeshSection
-    memory: MemorySection
-    speed: SpeedSection
-    comm: CommSection
+    config: Config
     sizes: MeshSizes
     device: torch.device
     dtypes: Dtypes
@@ -239,7 +228,7 @@ class Sharding:
         """The policy of --mesh.reshard_after_forward, without auto. One rank's shard is only cast and copied
         again for backward, and the copies are freed where they would be a large part of the memory.
         """
-        policy = reshard_policy(self.mesh.reshard_after_forward)
+        policy = reshard_policy(self.config.mesh.reshard_after_forward)
         if policy != "auto":
             return policy
         gathered = self.dtypes.param.itemsize * sum(p.numel() for p in model.parameters())
@@ -250,10 +239,7 @@ def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, r
     """`device` is None in a process that is no rank; `room` is that of another device. ConfigError."""
     here = device or torch.device("cpu")
     return Sharding(
-        mesh=config.mesh,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
+        config=config,
         sizes=sizes,
         device=here,
         dtypes=resolve_dtypes(config.precision, here),
@@ -265,9 +251,10 @@ def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, r
 
 def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
     """Shards the model, whose weights may still be on meta. For DDP call `replicate` once they are real."""
-    memory, speed, sharded_by_fsdp = job.memory, job.speed, job.sizes.strategy != "ddp"
+    config, memory, speed = job.config, job.config.memory, job.config.speed
+    sharded_by_fsdp = job.sizes.strategy != "ddp"
     _apply_dtypes(model, job.dtypes)
-    units = find_units(model, job.mesh.wrap)
+    units = find_units(model, config.mesh.wrap)
     apply_float8(units, speed, sharded=sharded_by_fsdp)
     if memory.activation_checkpointing != "none" or memory.activation_budget < 1:
         from fsdp.shard.activations import apply_activation_checkpointing
@@ -290,17 +277,20 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         dtypes=job.dtypes,
         device=job.device,
         units=units,
-        accumulate=job.mesh.accumulate,
+        accumulate=config.mesh.accumulate,
         reshard=job.resharding(model),
-        divides_by=job.comm.divide_by,
-        whole=frozenset(whole_parameters(model, job.mesh.unsharded)),
+        divides_by=config.comm.divide_by,
+        whole=frozenset(whole_parameters(model, config.mesh.unsharded)),
         compiled=compiled_modules,
     )
     if sharded_by_fsdp:
         _apply_fully_shard(sharded, memory)
         _reduce_unused_experts(model)
         _apply_prefetch(units, speed)
-        apply_comm(model, job.comm, job.hooks)
+        hooks = job.hooks
+        if job.sizes.shard == 1 and hooks.reduce_scatter is None:
+            hooks = dataclasses.replace(hooks, reduce_scatter=_OneBuffer())
+        apply_comm(model, config.comm, hooks)
     return sharded
 
 
@@ -359,9 +349,6 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
         last = unit is sharded.units[-1]
         wrap(modules, mp_policy=within, reshard_after_forward=False if last else reshard)
     wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
-    wrapped: Any = [module for module in sharded.root.modules() if isinstance(module, FSDPModule)]
-    for module in wrapped if sharded.sizes.shard == 1 else ():
-        module.set_custom_reduce_scatter(_OneBuffer())
     if sharded.sizes.shard == 1 and not reshard and memory.nvme != "all":
         sharded.together = whole_groups(sharded.root)
 
