@@ -322,6 +322,18 @@ def moved_shards(env: DistEnv) -> tuple[bool, bool]:
     return inside, torch.equal(step(model), expected)
 
 
+def gathered_together(env: DistEnv) -> bool:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    private.gather_together(groups := private.whole_groups(model))
+    return bool(groups) and groups[0].is_unsharded and type(model.weight) is nn.Parameter
+
+
+def test_whole_shards_are_gathered_together() -> None:
+    holds(run_world(1, gathered_together) == [True], "gather_together", "groups are not gathered by it")
+
+
 def test_the_memory_under_sharded_parameters_is_replaced() -> None:
     inside, equal = run_world(2, moved_shards)[0]
     holds(inside, "private.move_padded_shard", "parameters lie elsewhere")

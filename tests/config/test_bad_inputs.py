@@ -191,7 +191,7 @@ def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
     done = train_py(*words, str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     facts = {line[:15].strip(): line[15:].strip() for line in done.stdout.splitlines()}
-    assert facts["mesh"] == "hsdp, replicate 2 × shard 4 = 8 ranks"
+    assert facts["mesh"] == "hsdp, replicate 2 × shard 4 = 8 ranks, reshard_after_forward true"
     assert facts["global batch"] == "64 samples = micro-batch 3 × 3 × 8 ranks, padded"
     assert facts["steps"].startswith("7, ")
     assert facts["tokens a step"] == "16,384"

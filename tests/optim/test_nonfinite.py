@@ -96,7 +96,9 @@ def test_the_kernel_clips(ranks: int, precision: str, saved: int, tmp_path: Path
     """A step of fp32 multiplies no gradients; one of fp64, whose kernels take a number in fp32, does."""
     words = f"--train.steps 4 --train.clip_grad_norm 0.01 --precision.master {precision} --checkpoint.export"
     here, there = (
-        run_world(ranks, function, ["--run.dir", str(tmp_path / function.__name__), *flags(words, "false")])[0]
+        run_world(ranks, function, ["--run.dir", str(tmp_path / function.__name__), *flags(words, "false")])[
+            0
+        ]
         for function in (launched, clipped_by_kernel)
     )
     assert here[0]["_foreach_mul_"] - there[0]["_foreach_mul_"] == saved

@@ -44,7 +44,7 @@ def stepped(
     for step in range(steps):
         for at, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + at)
-            whole = torch.randn(parameter.shape, generator=generator) / (at + 1)
+            whole = (torch.randn(parameter.shape, generator=generator) / (at + 1)).to(parameter.dtype)
             parameter.grad = whole if not isinstance(parameter, DTensor) else _sharded(whole, parameter)
         optimizer.step()
     return optimizer
@@ -55,24 +55,30 @@ def _sharded(whole: Tensor, parameter: DTensor) -> Tensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def layers() -> nn.Module:
+def layers(master: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(300, 7), nn.Tanh(), nn.Linear(7, 100, bias=False), nn.Linear(100, 101))
+    parts = nn.Linear(300, 7), nn.Tanh(), nn.Linear(7, 100, bias=False), nn.Linear(100, 101)
+    return nn.Sequential(*parts).to(master)
 
 
-def sharded_update(env: DistEnv, state: Any, compiled: bool = False) -> list[Tensor]:
-    model = layers()
+def sharded_update(
+    env: DistEnv, state: Any, compiled: bool = False, master: torch.dtype = torch.float32
+) -> list[Tensor]:
+    model = layers(master)
     fully_shard(model, mesh=init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("dp_shard",)))
     with mock.patch.object(adam, "SLICE", 500):  # several slices a shard
         stepped(model, OptimSection(state=state), 5, compiled=compiled)
     return [p.full_tensor().detach() for p in model.parameters() if isinstance(p, DTensor)]
 
 
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_shards_are_updated_as_the_whole_is_to_the_bit(state: Any) -> None:
-    model = layers()
+@pytest.mark.parametrize(
+    ("state", "master"),
+    [("bf16", torch.float32), ("8bit", torch.float32), ("master", torch.bfloat16), ("8bit", torch.bfloat16)],
+)
+def test_shards_are_updated_as_the_whole_is_to_the_bit(state: Any, master: torch.dtype) -> None:
+    model = layers(master)
     stepped(model, OptimSection(state=state), 5)
-    for found in run_world(3, sharded_update, state):
+    for found in run_world(3, sharded_update, state, False, master):
         assert all(torch.equal(a, b) for a, b in zip(found, model.parameters(), strict=True))
 
 

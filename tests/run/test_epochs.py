@@ -11,10 +11,8 @@ import pytest
 
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.store import open_store
-from fsdp.report.page import page as report_of
-from fsdp.report.run_data import read_run
 from fsdp.run.job import Job
-from tests.support.runs import Finished, failures, run
+from tests.support.runs import Finished, run
 
 HELD = "--data.name tests.support.user_code:vectors_with_heldout --precision.master fp64"
 EACH = "--train.eval_every_epochs 0.5 --checkpoint.every_epochs 1 --checkpoint.keep_last 0"
@@ -38,16 +36,6 @@ def test_once_an_epoch_where_batches_do_not_divide_it(ranks: int, tmp_path: Path
     assert saved(tmp_path) == [(5, 1.0), (10, 2.0), (12, 2.48)]
     steps = [one["epoch"] for one in done.records if "loss" in one]
     assert steps == [float(k // 5 + Fraction(min(k % 5 * 12, 50), 50)) for k in range(1, 13)]
-
-
-@pytest.mark.long
-def test_a_resumed_run_on_other_ranks_keeps_the_epochs(tmp_path: Path) -> None:
-    failures(2, tmp_path, HELD, EACH, "--train.steps 12 --train.stop_after 7")
-    done = run(1, tmp_path, HELD, EACH, "--train.steps 12")
-    assert evaluated(done) == [(3, 0.72), (5, 1.0), (8, 1.72), (10, 2.0), (12, 2.48)]
-    assert saved(tmp_path) == [(5, 1.0), (7, 1.48), (10, 2.0), (12, 2.48)]
-    page = report_of([read_run(tmp_path)])
-    assert "of 12, epoch 2.48" in page
 
 
 def test_a_fraction_of_an_epoch_is_due_at_exact_steps() -> None:

@@ -21,7 +21,6 @@ WAYS = {
     "alone": (1, ""),
     "zero-3": (3, ""),
     "zero-2": (2, "--mesh.reshard_after_forward false"),
-    "once a step": (2, "--mesh.reshard_after_forward step --train.micro_batch 2"),
     "hsdp": (4, HSDP),
     "ddp": (2, "--mesh.strategy ddp"),
 }

@@ -25,11 +25,6 @@ CASES = {
     "three ranks, a batch that they do not divide": (3, "--train.global_batch 11 --train.micro_batch 2"),
     "hsdp": (4, f"{HSDP} --train.micro_batch 1 --mesh.accumulate shard"),
     "ddp, tied": (2, "--mesh.strategy ddp --model.args.tied true --train.micro_batch 2"),
-    "recomputed": (2, "--memory.activation_checkpointing full"),
-    "activations to the host": (2, "--memory.activation_offload true"),
-    "adapters": (2, "--lora.rank 2"),
-    "offloaded": (2, "--memory.cpu_offload true"),
-    "gathered once a step": (2, "--mesh.reshard_after_forward step --train.micro_batch 2"),
     "head and embedding in units of their own": (2, "--mesh.wrap size:700"),
     "compiled": (2, "--speed.compile true"),
 }  # fmt: skip

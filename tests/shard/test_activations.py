@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from fsdp.config import MemorySection
 from fsdp.models.units import find_units
 from fsdp.shard.activations import apply_activation_checkpointing
 from tests.memory.held import Trunk, gradients, held
-from tests.support.marks import sample_are
-from tests.support.runs import run
 
 INPUT = torch.linspace(-1, 1, 2 * 64 * 32).view(2, 64, 32)
 
@@ -38,23 +35,6 @@ def test_each_kind_keeps_less_and_computes_the_same() -> None:
     assert full < second < none
     for found in (one, two, three):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    sample_are(
-        [(2, "")],
-        [(2, ""), (4, "--mesh.strategy hsdp"), (2, "--mesh.strategy ddp --train.micro_batch 3")],
-    ),
-)
-def test_a_run_that_keeps_products_is_the_same_run(ranks: int, words: str, tmp_path: Path) -> None:
-    plain, ops = (
-        run(ranks, tmp_path / name, words, more)
-        for name, more in (("a", ""), ("b", "--memory.activation_checkpointing ops"))
-    )
-    assert [r.get("loss") for r in plain.records] == [r.get("loss") for r in ops.records]
-    assert all(torch.equal(ops.parameters[name], value) for name, value in plain.parameters.items())
 
 
 def test_the_compiler_keeps_the_budget() -> None:

@@ -18,10 +18,8 @@ from tests.support.runs import check_same_numbers
 OFFLOAD = "--memory.optimizer_offload true"
 CASES = {
     "fsdp": (2, ""),
-    "hsdp": (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"),
     "ddp": (2, "--mesh.strategy ddp"),
     "sgd": (2, "--optim.name sgd"),
-    "bf16 moments": (2, "--optim.state bf16"),
     "scalars and frozen parts": (3, "--model.name tests.support.user_code:Scalar"),
 }
 

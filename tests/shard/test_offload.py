@@ -23,12 +23,9 @@ CPU = torch.device("cpu")
 CASES = {
     "alone": (1, ""),
     "fsdp": (2, ""),
-    "zero-2, micro-batches": (2, "--mesh.reshard_after_forward false --train.micro_batch 2"),
     "hsdp": (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2 --train.micro_batch 1"),
     "ddp": (2, "--mesh.strategy ddp"),
     "recomputed": (2, FULL),
-    "every second recomputed": (2, f"{FULL} --memory.activation_checkpointing_every 2"),
-    "bf16": (2, "--precision.param bf16"),
     "tied, a block used twice": (
         2,
         "--model.name tests.support.user_code:TiedWords --data.name tests.support.user_code:sentences",

@@ -34,7 +34,6 @@ WAYS = {
     "pairs, 3 ranks": (3, PAIRS),
     "pairs, hsdp": (4, f"{PAIRS} {HSDP}"),
     "pairs, recomputed": (2, f"{PAIRS} --memory.activation_checkpointing full"),
-    "pairs, zero-2": (2, f"{PAIRS} --mesh.reshard_after_forward false --speed.prefetch_backward 2"),
     "both": (2, f"{PAIRS} {WHOLE}"),
 }
 
