@@ -36,6 +36,9 @@ def main(argv: list[str]) -> int:
         config = configuration.load([word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
             return dry_run(config)
+        of_ray = [word for word in argv if word.startswith("--ray.")]
+        if of_ray and config.backend != "ray":
+            raise ConfigError(f"{of_ray[0]} has no effect without --backend ray.", "--backend ray")
         if config.backend == "ray":
             return under_ray(config)
         return run_here(config)

@@ -103,7 +103,7 @@ class Loader:
 
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
         rows = pad(part, self.micro_batch, spare)
-        data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step}")
+        data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step + 1}")
         mask = self._mask(len(part))
         counted = count_tokens(data, mask)
         sources = None if self._source_of is None else self._source_of(rows)
@@ -145,7 +145,8 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
         except Exception:
             bad.append(int(index))
     samples_named = f"sample{'s' * (len(bad) != 1)} {listed(bad or indices.tolist())}"
-    return OneRankError(f"{where}: {samples_named} cannot be read: {one_line(error)}.")
+    reason = f"{where}: {samples_named} cannot be read: {one_line(error)}."
+    return OneRankError(reason, "mend it, or leave it out; the same command continues")
 
 
 class _EvenlySpread:

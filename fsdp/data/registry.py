@@ -35,7 +35,7 @@ from torch.utils.data import Subset, default_collate
 
 from fsdp.base.errors import ConfigError, OneRankError, one_line
 from fsdp.base.object_client import is_url
-from fsdp.base.text import nearest, quoted
+from fsdp.base.text import listed, nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.sections import expanded, with_home
 from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample, source_section
@@ -258,8 +258,11 @@ def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
     for part in pair[streams : 2 if pair[1] is not None else 1]:
         by_index = hasattr(part, "__len__") and hasattr(part, "__getitem__")
         if not by_index or isinstance(part, (Mapping, tuple)) or not len(part):
+            problem = f"a {type(part).__name__}, not a Dataset with items by index"
+            if by_index and not len(part):
+                problem = f"an empty {type(part).__name__}"
             raise ConfigError(
-                f"--data.name {name} returned a {type(part).__name__}, not a Dataset with items by index.",
+                f"--data.name {name} returned {problem}.",
                 "return a Dataset with __len__ and __getitem__, the pair (train, heldout), or a stream",
             )
     heldout = ItemSamples(pair[1]) if pair[1] is not None else None
@@ -303,7 +306,7 @@ class ItemSamples:
             collated: Mapping[str, Tensor] = default_collate(rows)
         except (RuntimeError, KeyError) as error:
             raise OneRankError(
-                f"samples {indices.tolist()}: those of one batch must have one shape: {one_line(error)}.",
+                f"samples {listed(indices)}: those of one batch must have one shape: {one_line(error)}.",
                 "give your Dataset a method collate(items) that pads them to one length: docs/data.md",
             ) from None
         return _widened(collated)

@@ -267,10 +267,10 @@ def _report(reports: NodeReports, launcher: str, run: Path, seconds: float, verd
     print_line(table, sys.stdout)
     record = {**asdict(verdict), "ranks": reports.by_rank}
     files = {
+        **({verdict_to: str(code)} if verdict_to else {}),
         run / "doctor" / "doctor.txt": table,
         run / "doctor" / "doctor.json": json.dumps(record, indent=1),
         run / "doctor" / "exclude": ",".join(verdict.exclude),
-        **({verdict_to: str(code)} if verdict_to else {}),
     }
     try:
         for file, content in files.items():
@@ -278,7 +278,6 @@ def _report(reports: NodeReports, launcher: str, run: Path, seconds: float, verd
             write_atomically(file, content + "\n" * bool(content))
     except OSError as error:
         print_line(f"fsdp.doctor: {run} cannot be written ({error.strerror}): the table has the result")
-        return code
     return 0 if verdict_to else code
 
 

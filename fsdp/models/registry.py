@@ -190,6 +190,8 @@ def _of_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     factory = load_attribute(section.name, "--model.name")
     args, takes = dict(section.args), parameters_of(factory)
     if takes is not None:
+        if section.preset and not takes.accepts("preset"):
+            raise ConfigError(f"{section.name} has no --model.preset {section.preset}.", "--model.preset ''")
         args |= {"preset": section.preset} if section.preset else {}
         takes.check(args, "--model.args", section.name)
         args |= {name: facts[name] for name in takes.named if name in facts and name not in args}

@@ -124,7 +124,7 @@ def open_run(
 def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Config:
     file = run / "config.toml"
     if not file.is_file():
-        reason = f"{run} {'holds no config.toml' if run.is_dir() else 'does not exist'}."
+        reason = f"{run} {'holds no config.toml' if run.is_dir() else 'is no folder'}."
         raise ConfigError(reason, "python -m fsdp.predict RUN, with the --run.dir of a run")
     # The export has the weights, and the sizes too if it is in the format of transformers or the run started
     # from a file: their source may no longer exist.

@@ -273,6 +273,9 @@ def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> n
         from fsdp.models.lora import apply_lora
 
         apply_lora(model, config.lora)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        cause = f"--model.frozen {config.model.frozen}" if config.model.frozen else spec.name
+        raise ConfigError(f"{cause} leaves no parameter to train.", "--model.frozen 'encoder.*', a part of it")
     return model
 
 

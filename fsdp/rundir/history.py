@@ -154,8 +154,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError into a one-line error that names the file. For the files that a start needs."""
+def writing(path: Path, flag: str = "--run.dir") -> Iterator[None]:
+    """Turns an OSError into a one-line error that names the file. For the files that a start needs; `flag`
+    names their folder.
+    """
     try:
         yield
     except OSError as error:
@@ -169,7 +171,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in FULL:
             hint = f"{advice}, then start the same command"
             raise CheckpointError(reason, hint, error_number=error.errno) from None
-        raise ConfigError(reason, f"{advice}; --run.dir runs/NAME is another place") from None
+        raise ConfigError(reason, f"{advice}; {flag} runs/NAME is another place") from None
 
 
 @contextmanager

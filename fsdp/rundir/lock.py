@@ -239,7 +239,7 @@ class Lock:
 
     def take(self, place: Place, flag: str) -> None:
         """RefusedError with a live holder. `flag` names the place."""
-        with writing(place.path / FILE) if isinstance(place, Folder) else storing(place.where, flag):
+        with writing(place.path / FILE, flag) if isinstance(place, Folder) else storing(place.where, flag):
             while not self._holds(text := place.read_small(FILE)):
                 self.took_over = "" if text is None else self._take_over(place, text, flag)
                 place.claim(FILE, self._text(0), dead=text is not None)

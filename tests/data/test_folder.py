@@ -84,7 +84,7 @@ def test_a_broken_picture_is_named_with_rank_and_step(tmp_path: Path) -> None:
         train, cursor, micro_batch=8, accumulation=1, rank=DataRank(0, 1), workers=1, prefetch=1, pin=False
     )
     with pytest.raises(
-        TrainingError, match=r"rank 0, step 0: sample 6 cannot be read: OSError: .*red/02.png"
+        TrainingError, match=r"rank 0, step 1: sample 6 cannot be read: OSError: .*red/02.png"
     ):
         loader.step(0)
     loader.close()

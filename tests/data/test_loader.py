@@ -93,7 +93,7 @@ def test_a_sample_that_cannot_be_read_is_named_with_rank_and_step(workers: int) 
     loader.step(1)
     with pytest.raises(
         TrainingError,
-        match=rf"^rank 1, step 2: sample {bad} cannot be read: OSError: disk says no to \[{bad}\]",
+        match=rf"^rank 1, step 3: sample {bad} cannot be read: OSError: disk says no to \[{bad}\]",
     ):
         loader.step(2)
     loader.step(3)  # an error is of its step, not of the loader
