@@ -273,9 +273,11 @@ def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> n
         from fsdp.models.lora import apply_lora
 
         apply_lora(model, config.lora)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        cause = f"--model.frozen {config.model.frozen}" if config.model.frozen else spec.name
-        raise ConfigError(f"{cause} leaves no parameter to train.", "--model.frozen 'encoder.*', a part of it")
+    named = dict(model.named_parameters())
+    if not any(parameter.requires_grad for parameter in named.values()):
+        hint = f"--model.frozen {next(iter(named), '')}; requires_grad_(True) in a model of your own"
+        reason = f"--model.frozen {config.model.frozen} of {spec.name} leaves no parameter to train."
+        raise ConfigError(reason, hint)
     return model
 
 

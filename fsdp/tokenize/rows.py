@@ -232,7 +232,8 @@ class DatasetRows:
         except Exception as error:  # the library raises what its readers raise
             reason = message_line(error.__cause__ or error, 300)
             hint = f'python -c "import datasets; datasets.load_dataset{name, config}" with a network'
-            hint = "pip install datasets; or copy it again" if builder else hint
+            if builder:
+                hint = f"pip install datasets; or, of a file that is empty or cut off: ls -l {quoted(name)}"
             raise ConfigError(f"{self.name} cannot be read from this machine: {reason}.", hint) from None
         # As Arrow, since a dataset's own format would decode what Python has no value for.
         self._dataset, self.count = loaded.with_format("arrow"), len(loaded)
