@@ -305,8 +305,9 @@ class ItemSamples:
         try:
             collated: Mapping[str, Tensor] = default_collate(rows)
         except (RuntimeError, KeyError) as error:
+            which = f"samples {listed(indices.tolist())}"
             raise OneRankError(
-                f"samples {listed(indices)}: those of one batch must have one shape: {one_line(error)}.",
+                f"{which}: those of one batch must have one shape: {one_line(error)}.",
                 "give your Dataset a method collate(items) that pads them to one length: docs/data.md",
             ) from None
         return _widened(collated)
