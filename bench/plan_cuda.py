@@ -109,11 +109,10 @@ def planned(case: Case) -> Peaks:
 
 
 def recipe(ranks: int) -> Case:
-    """One sample a rank, eager, nodes of 8 ranks; from the root of the checkout."""
+    """One sample a rank, eager, sharded over all ranks; from the root of the checkout."""
     words = (
-        "--config recipes/llama-8b.toml --data.name synthetic --data.args.kind tokens "
-        f"--speed.compile false --train.global_batch {ranks} --mesh.strategy hsdp --mesh.shard 8 "
-        f"--mesh.replicate {ranks // 8}"
+        "--config recipes/llama-8b.toml --data.name synthetic --data.args.kind tokens --speed.compile false "
+        f"--train.global_batch {ranks} --mesh.strategy fsdp"
     )
     return Case(ranks, tuple(words.split()))
 
@@ -176,7 +175,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--worlds", default="", help="multiples of 8 ranks, of which one is real")
+    parser.add_argument("--worlds", default="", help="numbers of ranks, of which one is real")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
