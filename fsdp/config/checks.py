@@ -133,7 +133,8 @@ def _unread(name: str, readers: tuple[str, ...]) -> Condition:
 
 
 ROWS: tuple[Row, ...] = (
-    ("train.steps", "train.epochs", lambda c: c.train.steps and c.train.epochs, "give one of the two", ""),
+    ("train.steps", "train.epochs", lambda c: c.train.steps and c.train.epochs,
+     "--train.steps 0, or --train.epochs 0", ""),
     ("train.micro_batch", "train.global_batch", lambda c: c.train.micro_batch > c.train.global_batch,
      "--train.micro_batch {train.global_batch}", "the first is larger"),
     ("train.evaluate_only", "checkpoint.resume", lambda c: c.train.evaluate_only and _names_no_weights(c),

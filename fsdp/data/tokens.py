@@ -210,7 +210,7 @@ def raw_file(path: Path, known: Format, flag: Dtype, vocab_size: int) -> TokenFi
     size = path.stat().st_size - known.offset
     count = size // dtype.itemsize
     if size % dtype.itemsize or known.tokens not in (-1, count):
-        tokens = f"{'' if known.tokens < 0 else known.tokens} tokens of {dtype.name}"
+        tokens = f"{'' if known.tokens < 0 else f'{known.tokens} '}tokens of {dtype.name}"
         hint = "copy it again, or --data.args.dtype with the width of its tokens"
         raise ConfigError(f"{path} has {size} bytes, not those of {tokens}.", hint)
     if not known.source and flag == "auto":
