@@ -104,7 +104,7 @@ def test_one_rank_s_shard_is_cast_once(ranks: int, mesh: str, tmp_path: Path) ->
 def test_one_rank_s_reduction_copies_nothing(ranks: int, mesh: str, more: str, tmp_path: Path) -> None:
     """Beside memory of the user's own, which FSDP copies the gradients of each of four units into."""
     own, ours = each(ranks, tmp_path, f"{mesh} {more}", OWN, "")
-    reductions = own["chunk_cat"]
+    reductions = own["chunk_cat"] + own["chunk_cat_mixed_dtype"]  # of torch 2.15
     assert reductions == 3 * 4 * (12 // ranks // 2 if more else 1)
     assert own["copy_"] - ours["copy_"] == reductions
 
