@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp.base.errors import ConfigError, first_line, message_line, without_hint
-from fsdp.base.text import columns, counted, listed, named_ranks
+from fsdp.base.text import counted, listed, named_ranks
 
 
 def test_counts_and_lists() -> None:
@@ -11,11 +11,6 @@ def test_counts_and_lists() -> None:
     assert listed([3]) == "3"
     assert listed(range(10), 3) == "0, 1, 2 and 7 more"
     assert [named_ranks([4]), named_ranks([4, 6])] == ["rank 4", "ranks 4, 6"]
-
-
-def test_columns_are_aligned() -> None:
-    assert columns([("name", "size", ""), ("a", "12", "x")], right=[1]) == ["name  size", "a       12  x"]
-    assert columns([]) == []
 
 
 def test_an_error_without_a_message_has_its_class() -> None:

@@ -35,7 +35,6 @@ FLAGS = {
     "--mesh.reshard_after_forward 0": "is not auto, true, false, step or a number of ranks",
     "--mesh.wrap klass:Block": "is not auto, every:N, class:NAME, size:PARAMETERS or root",
     "--ray.num_workers 4:2": "is not a number of workers or a range",
-    "--ray.env NCCL_DEBUG": "has no name",
     "--run.dir s3://bucket/mine": "is not a folder, and run directories are",
     "--config nowhere.toml": "cannot be read (No such file or directory). HINT: ls recipes/",
     "--model.weights nowhere.pt": "does not exist. HINT: a .pt or .safetensors file, or a folder",

@@ -77,6 +77,7 @@ def test_a_node_that_does_not_see_the_run_directory_is_named_once(tmp_path: Path
         ("::1", "2001:db8::7", "", "eth0"),
         ("::1", "::1", "::1", ""),
         ("127.0.1.1", "10.9.9.9", "", None),
+        ("127.0.1.1", "10.8.8.8", "", None),
     ],
 )
 def test_gloo_gets_an_interface_where_the_host_name_is_of_no_use_to_others(
@@ -87,7 +88,8 @@ def test_gloo_gets_an_interface_where_the_host_name_is_of_no_use_to_others(
     routes = {"n0": towards, "of the other node": back}
     monkeypatch.setattr(process_group, "resolves", lambda _: own)
     monkeypatch.setattr(process_group, "address_towards", lambda host: routes[host])
-    monkeypatch.setattr(process_group, "interface_of", lambda address: "" if "9.9" in address else "eth0")
+    interfaces = {"10.9.9.9": "", "10.8.8.8": "lo"}
+    monkeypatch.setattr(process_group, "interface_of", lambda address: interfaces.get(address, "eth0"))
     store = dist.HashStore()
     store.set("0", "of the other node")
     env = env_of(1, 2, nodes=2, launcher="srun")

@@ -66,6 +66,7 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "a rank ended with SIGKILL after step" in said
+    assert "trained: the cross entropy of the logits, the mean over the global batch's samples." in said
     assert steps(run) == list(range(1, 61))
     starts = [event for event in history.read_records(RunDir(run).history) if event["event"] == "start"]
     assert [event["from_step"] >= reached - EVERY for event in starts] == [False, True]

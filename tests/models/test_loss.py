@@ -111,7 +111,7 @@ def test_a_loss_of_the_model_s_own_is_weighed_by_labels_beside_logits_else_by_ro
     assert parts.loss_sum.item() == pytest.approx(weight * model(TOKENS[:2], LABELS[:2])["loss"].item())
     assert function.counts_tokens is gives_logits
     assert function.tokens(count_tokens({"labels": LABELS}, VALID)) == 8
-    assert f"weighed by {'labels' if gives_logits else 'rows'}" in function.objective
+    assert f"weighed by {'labels' if gives_logits else 'rows'}. One that compares rows" in function.objective
 
 
 def test_a_micro_batch_without_a_label_adds_nothing() -> None:

@@ -57,7 +57,6 @@ ENV = env_of(2, 4, nodes=2)
         (OSError(errno.ENOSPC, "No space left on device"), "full disk"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
         (ValueError("a sample"), "exception"),
-        (MemoryError(), "memory"),
         (CancelledError(), "exception"),
     ],
 )
