@@ -108,7 +108,10 @@ class Checkpointer:
         self, state: TrainState, *, metrics: Mapping[str, float], reason: str, wait: bool = False
     ) -> None:
         """Starts a save of this step; it is sealed during the next steps, or before this returns (`wait`)."""
-        started = time.perf_counter()
+        started, best = time.perf_counter(), self._section.keep_best_metric.lstrip("-")
+        if self._section.keep_best and "eval_loss" in metrics and best not in metrics and self._env.is_main:
+            names, flag = ", ".join(metrics), "--checkpoint.keep_best_metric"
+            log.warning("no best is kept: %s %s is none of %s. HINT: %s eval_loss", flag, best, names, flag)
         self._finish()
         job = SaveJob(state.step, take_snapshot(state, self._group), self._about(state, metrics, reason))
         if self._env.device.type == "cuda":

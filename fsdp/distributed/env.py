@@ -72,7 +72,8 @@ class DistEnv:
 def prints_shared_errors(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the one process that prints an error that all ranks meet."""
     # the first of them decides: torchrun numbers nodes by address, so its rank 0 may be in any task of srun
-    return _first_of(environ, "RANK", *_MPI_RANKS, "SLURM_PROCID") == "0"
+    rank = _first_of(environ, "RANK", *_MPI_RANKS, "SLURM_PROCID")
+    return rank == "0" or not rank.isdecimal()
 
 
 def prints_on_node(environ: Mapping[str, str] = os.environ) -> bool:
