@@ -63,7 +63,6 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --train.epochs 1 --train.eval_every_epochs 0.5 "
     "--checkpoint.every_epochs 1": 0,
     "python -m launch.local --ranks 2 --config recipes/text.toml": 0,
-    "python train.py": 0,
     "python -m fsdp.plan --config recipes/text.toml --plan.gpu h100": 0,
     "python -m fsdp.doctor --ranks 2": 0,
     "python -m fsdp.doctor": 0,
@@ -76,7 +75,7 @@ NOT_RUN = {
     r"torchrun --nproc_per_node=2 train\.py --config recipes/text\.toml$": "with --run.dir runs/first, above",
     r"torchrun --nproc_per_node=2 train\.py --config recipes/mixture": "tests/run/test_mixture_runs.py",
     r"python -m fsdp\.parity --optim\.name muon$": "minutes; tests/optim/test_muon.py compares with torch",
-    r"torchrun --nproc_per_node=2 train\.py$": "the default job: .ci/run runs it by make train",
+    r"(torchrun --nproc_per_node=2|python) train\.py$": "the default job: .ci/run runs it by make train",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",
     r"(LAUNCHER=\w+ )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",
