@@ -361,7 +361,11 @@ def _traced(ask: FakeRun) -> Trace:
         tracker = Tracker(ask.device, offloads=ask.offloads)
         setup = TracedSetup(parts, tracker, buckets, compiled=ask.compiled)
         setup.hold_state()
-        setup.step(batches(subject, ask.micro_batch), ask.accumulation)
+        samples = batches(subject, ask.micro_batch)
+        if ask.config.optim.state == "8bit":  # the tables of its codes are made in the first step, and stay
+            setup.step(samples, 1)
+            tracker.restart()
+        setup.step(samples, ask.accumulation)
         return setup.trace()
 
 
