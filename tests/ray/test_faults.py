@@ -59,13 +59,13 @@ def test_a_signal_before_the_ranks_start_ends_the_driver_in_a_line(tmp_path: Pat
         own.signal(signal.SIGTERM)
         for _ in range(2):  # the second connection is Ray's
             server.accept()
-        joined.signal(signal.SIGTERM)
-        for driver in (own, joined):
-            assert driver.wait(60) == 128 + signal.SIGTERM
-            assert "SIGTERM before the ranks started" in driver.err.splitlines()[-1]
+        joined.signal(signal.SIGINT)
+        for driver, number in ((own, signal.SIGTERM), (joined, signal.SIGINT)):
+            assert driver.wait(60) == 128 + number
+            assert f"{number.name} before the ranks started" in driver.err.splitlines()[-1]
             assert "Traceback" not in driver.err
     stopped = RunDir(tmp_path / "joined").stopped.read_text()
-    assert stopped == "SIGTERM at step 0\n", "a Slurm job is requeued"
+    assert stopped == "SIGINT at step 0\n", "after SIGTERM a Slurm job is requeued"
     eventually("no process left", lambda: not pids_with(own.marker), 60)
 
 
