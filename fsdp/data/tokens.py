@@ -287,7 +287,8 @@ class TokenRow:
         file = self.files[number]
         size = file.dtype.itemsize
         try:
-            content = os.pread(self._open(number).fileno(), count * size, file.offset + first * size)
+            opened = self._open(number)  # held: threads may open it at once, or close it for others
+            content = os.pread(opened.fileno(), count * size, file.offset + first * size)
             problem = f"ends at token {first + len(content) // size}"
         except OSError as error:
             content, problem = b"", f"cannot be read ({error.strerror})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
+from fsdp.data.tokens import TokenFile, TokenRow
 from tests.support.data_cache import own_cache as own_cache
 
 
@@ -220,3 +222,15 @@ def test_megatrons_index_says_the_width(tmp_path: Path, code: int, dtype: str) -
     (tmp_path / "a.idx").write_bytes(index)
     data = tokens(tmp_path)
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+
+
+def test_threads_that_open_and_close_files_for_each_other_read_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that another thread closes may be another file's by the read."""
+    monkeypatch.setattr("fsdp.data.tokens.OPEN_AT_ONCE", 1)
+    for number in range(9):
+        (tmp_path / f"{number}.bin").write_bytes(bytes([number, 0] * 50))
+    row = TokenRow([TokenFile(file, np.dtype("<u2"), 0, 50) for file in sorted(tmp_path.iterdir())], 9)
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lambda n: int(row._read(n % 9, 0, 1)[0]) - n % 9, range(9000))] == [0] * 9000

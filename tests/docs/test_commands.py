@@ -74,7 +74,7 @@ LONG = {
 NOT_RUN = {
     r"torchrun --nproc_per_node=2 train\.py --config recipes/text\.toml$": "with --run.dir runs/first, above",
     r"torchrun --nproc_per_node=2 train\.py --config recipes/mixture": "tests/run/test_mixture_runs.py",
-    r"python -m fsdp\.parity --optim\.name muon$": "minutes; tests/optim/test_muon.py compares with torch",
+    r"python -m fsdp\.parity --(optim\.name muon|parity\.ranks 2 --p.*)$": "minutes; tests/parity",
     r"(torchrun --nproc_per_node=2|python) train\.py$": "the default job: .ci/run runs it by make train",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",

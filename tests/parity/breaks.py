@@ -166,7 +166,7 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
 
 def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(clip: Any) -> Any:
-        def broken(self: Gradients, max_norm: float, norm: Tensor) -> None:
+        def broken(self: Gradients, max_norm: float, norm: Tensor, kernel: Any) -> None:
             group, self._group = self._group, None
             own = self.norm()
             self._group = group
