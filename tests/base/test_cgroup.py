@@ -44,8 +44,7 @@ def test_version_1_has_a_tree_of_memory(files: Path) -> None:
     write(files / "cgroup/memory/job/memory.limit_in_bytes", "7000\n")
     write(files / "cgroup/memory/memory.limit_in_bytes", "9000\n")
     write(
-        files / "cgroup/memory/job/task/memory.oom_control",
-        "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+        files / "cgroup/memory/job/task/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"
     )
     group = memory_group(7)
     assert group.limit() == 7000

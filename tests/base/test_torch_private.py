@@ -491,9 +491,7 @@ def test_a_callback_runs_when_all_gradients_are_computed() -> None:
     loss.register_hook(lambda _: private.at_end_of_backward(lambda: seen.append((first.grad, last.grad))))
     loss.backward()
     holds(
-        len(seen) == 1 and None not in seen[0],
-        "private.at_end_of_backward",
-        "it runs before the gradients",
+        len(seen) == 1 and None not in seen[0], "private.at_end_of_backward", "it runs before the gradients"
     )
 
 

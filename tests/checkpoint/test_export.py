@@ -105,11 +105,7 @@ def test_names_of_wrapped_models_are_cleaned(tmp_path: Path, wrapping: str) -> N
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        (b"not a file of torch", "cannot be read"),
-        (None, "No such file"),
-        ([1], "cannot be read"),
-    ],
+    [(b"not a file of torch", "cannot be read"), (None, "No such file"), ([1], "cannot be read")],
 )
 def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, said: str) -> None:
     file = tmp_path / "weights.pt"

@@ -95,10 +95,7 @@ def test_a_save_killed_before_its_seal_is_deleted_and_the_one_before_resumed(
     store = open_store(place)
     assert [name.kind for folder in store.folders() if (name := parse_name(folder))] == ["final", "tmp"]
     assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
-    assert [name.kind for folder in store.folders() if (name := parse_name(folder))] == [
-        "final",
-        "final",
-    ]
+    assert [name.kind for folder in store.folders() if (name := parse_name(folder))] == ["final", "final"]
 
 
 @pytest.mark.slow

@@ -79,12 +79,7 @@ def much(argv: Sequence[str]) -> int:
 def ends_quietly(program: str, *words: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     start = partial(
-        subprocess.run,
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environ,
-        stderr=subprocess.PIPE,
-        text=True,
+        subprocess.run, [sys.executable, *words], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True
     )
     reader, writer = os.pipe()
     os.close(reader)

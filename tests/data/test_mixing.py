@@ -152,10 +152,7 @@ def test_each_wrong_recipe_has_a_line_that_mends_it(tmp_path: Path, text: str, m
             r"one and two differ in vocab_size: \d+ and 77. HINT: one --data",
         ),
         ('args = {kind = "images"}', r"one and two differ in kind: text and images. HINT: "),
-        (
-            'args = {samples = "x"}',
-            r"\[\[data.sources\]\] two: --data.args.samples x is not int. HINT",
-        ),
+        ('args = {samples = "x"}', r"\[\[data.sources\]\] two: --data.args.samples x is not int. HINT"),
     ],
 )
 def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, other: str, message: str) -> None:

@@ -188,10 +188,7 @@ def test_flags_that_a_stream_cannot_follow_are_refused(flags: str, message: str)
 
 
 @pytest.mark.parametrize(
-    ("saved", "message"),
-    [
-        ({"drawn": 3, "states": [None]}, "is of a stream of 1 shards, this one has 2"),
-    ],
+    ("saved", "message"), [({"drawn": 3, "states": [None]}, "is of a stream of 1 shards, this one has 2")]
 )
 def test_a_checkpoint_of_another_stream_is_refused(saved: Any, message: str) -> None:
     made = Shards(2, 48)

@@ -8,12 +8,7 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.distributed.env import (
-    from_environment,
-    prints_shared_errors,
-    started_by,
-    unused_allocation,
-)
+from fsdp.distributed.env import from_environment, prints_shared_errors, started_by, unused_allocation
 from fsdp.distributed.process_group import rendezvous_store
 
 TORCHRUN = {

@@ -70,10 +70,7 @@ def test_a_rank_that_does_not_come_again_is_named(agent: dist.TCPStore) -> None:
             1,
             r"rank 1 on \S+ cannot reach localhost:{port} \(.*\)\. HINT: check there that localhost resolves",
         ),
-        (
-            0,
-            r"rank 0 on \S+ cannot listen at port {port}: it is in use\. HINT: export another MASTER_ADDR",
-        ),
+        (0, r"rank 0 on \S+ cannot listen at port {port}: it is in use\. HINT: export another MASTER_ADDR"),
     ],
 )
 def test_an_address_that_no_rank_can_use_is_an_error_in_a_line(

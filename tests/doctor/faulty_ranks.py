@@ -29,11 +29,7 @@ def a_slow_device() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch, "mm", lambda *args, **more: [real(*args, **more) for _ in range(8)][-1])
 
 
-FAULTS = {
-    "well": contextlib.nullcontext,
-    "another torch": another_torch,
-    "a slow device": a_slow_device,
-}
+FAULTS = {"well": contextlib.nullcontext, "another torch": another_torch, "a slow device": a_slow_device}
 
 
 def examined(env: DistEnv, folder: str, fault: str, faulty: int) -> NodeReports | None:

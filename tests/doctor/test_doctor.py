@@ -28,10 +28,7 @@ def verdict_on(fault: str, folder: Path) -> Diagnosis:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [
-        ("another torch", "torch 2.12.9, where most have"),
-        ("a slow device", "of the median"),
-    ],
+    [("another torch", "torch 2.12.9, where most have"), ("a slow device", "of the median")],
 )
 def test_a_fault_is_found_on_its_rank(fault: str, says: str, tmp_path: Path) -> None:
     verdict = verdict_on(fault, tmp_path)

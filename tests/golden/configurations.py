@@ -50,12 +50,7 @@ HF = (
     "--model.name hf:{data}/llama --checkpoint.export_format both"
     " --data.name synthetic --data.args.kind tokens --data.seq_len 16 --data.args.vocab_size 64"
 )
-LAYOUTS = (
-    (3, "--mesh.strategy fsdp"),
-    (2, "--mesh.strategy ddp"),
-    (4, HSDP),
-    (1, "--mesh.strategy fsdp"),
-)
+LAYOUTS = ((3, "--mesh.strategy fsdp"), (2, "--mesh.strategy ddp"), (4, HSDP), (1, "--mesh.strategy fsdp"))
 
 CONFIGURATIONS = (
     Configuration("mlp", 2, f"{MLP} {FP64} --optim.schedule wsd --optim.warmup_steps 2"),

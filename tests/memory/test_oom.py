@@ -19,13 +19,7 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import OneRankError
 from fsdp.config import Config
-from fsdp.memory.oom import (
-    OomFacts,
-    OutOfMemory,
-    OutOfMemoryHandler,
-    is_out_of_memory,
-    requested_bytes,
-)
+from fsdp.memory.oom import OomFacts, OutOfMemory, OutOfMemoryHandler, is_out_of_memory, requested_bytes
 from fsdp.memory.oom_advice import Advice, Footprint, advise, changes, comes_first
 from tests.support.env import env_of
 

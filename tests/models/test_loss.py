@@ -38,13 +38,7 @@ class Output:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: x,
-        lambda x: {"logits": x},
-        lambda x: Output(x),
-        lambda x: (x, None),
-    ],
+    "make", [lambda x: x, lambda x: {"logits": x}, lambda x: Output(x), lambda x: (x, None)]
 )
 def test_logits_in_any_wrapping_are_taken(make: Any) -> None:
     model = Gives(make)

@@ -152,10 +152,7 @@ OF_MIXTURES = [(name, way, ranks) for name in MIXTURES for way in WAYS for ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "way", "ranks"),
-    quick_are([], OF_MIXTURES, [("qwen3_moe", "targets", 2)]),
-)
+@pytest.mark.parametrize(("name", "way", "ranks"), quick_are([], OF_MIXTURES, [("qwen3_moe", "targets", 2)]))
 def test_a_mixture_trains_its_router_s_loss_both_ways(
     name: str, way: str, ranks: int, tmp_path: Path
 ) -> None:

@@ -15,12 +15,7 @@ from torch import Tensor
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
-from fsdp.models.transformer import (
-    Rotary,
-    Transformer,
-    TransformerSizes,
-    from_sizes,
-)
+from fsdp.models.transformer import Rotary, Transformer, TransformerSizes, from_sizes
 
 
 def small(**changes: Any) -> Transformer:

@@ -76,11 +76,7 @@ def test_matrices_inside_repeated_blocks() -> None:
 @pytest.mark.parametrize(
     ("model", "wanted", "message"),
     [
-        (
-            Tiny,
-            "",
-            "--optim.name muon finds no matrix inside repeated blocks of this model. HINT: --optim.",
-        ),
+        (Tiny, "", "--optim.name muon finds no matrix inside repeated blocks of this model. HINT: --optim."),
         (Uneven, "blocks.0.norm.*", "blocks.0.norm.* matches no trained matrix of this model"),
         (
             Uneven,

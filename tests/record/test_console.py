@@ -17,10 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.record.recorder import (
-    LOG_COLUMNS,
-    Console,
-)
+from fsdp.record.recorder import LOG_COLUMNS, Console
 
 ROOT = Path(__file__).parents[2]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

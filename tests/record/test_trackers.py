@@ -116,10 +116,7 @@ def test_the_steps_do_not_wait_for_a_slow_server_whose_failure_is_logged_once(
 
 
 def test_the_end_of_a_run_waits_for_a_dead_server_so_long(
-    runs: list[MockRun],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    runs: list[MockRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
     monkeypatch.setattr(sinks, "STUCK", threading.Event())

@@ -151,11 +151,7 @@ def test_one_file_alone_is_enough_even_if_it_is_empty(run: Path, tmp_path: Path,
     ("name", "odd", "note"),
     [
         ("metrics.jsonl", '{"step": 7, "lo', "1 line of metrics"),
-        (
-            "watch/timing.jsonl",
-            '{"ranks": 3, "from_step": 0, "step": 1}\n',
-            "timing.jsonl could not be",
-        ),
+        ("watch/timing.jsonl", '{"ranks": 3, "from_step": 0, "step": 1}\n', "timing.jsonl could not be"),
         ("profile/rank1_memory.json", "}", "rank1_memory.json could not be read"),
         ("config.toml", "a = [", "is not TOML"),
     ],

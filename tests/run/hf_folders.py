@@ -33,10 +33,7 @@ DATA = {
 }
 FORWARD = {
     "bert": {"input_ids": torch.arange(1, 19).view(2, 9)},
-    "t5": {
-        "input_ids": torch.arange(1, 19).view(2, 9),
-        "decoder_input_ids": torch.arange(1, 11).view(2, 5),
-    },
+    "t5": {"input_ids": torch.arange(1, 19).view(2, 9), "decoder_input_ids": torch.arange(1, 11).view(2, 5)},
     "vit": {"pixel_values": torch.arange(128.0, dtype=torch.float64).view(2, 1, 8, 8) / 128},
 }
 

@@ -41,8 +41,7 @@ def losses(finished: Finished) -> list[float]:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "more"),
-    quick_are([], [(2, ""), (3, "--optim.state 8bit --model.args.width 80")], [(2, "")]),
+    ("ranks", "more"), quick_are([], [(2, ""), (3, "--optim.state 8bit --model.args.width 80")], [(2, "")])
 )
 def test_a_resumed_run_equals_the_unbroken_run(ranks: int, more: str, tmp_path: Path) -> None:
     words = f"{MASTER} {more} --optim.warmup_steps 0 --data.args.count 48"

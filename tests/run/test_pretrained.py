@@ -81,8 +81,7 @@ def train(ranks: int, case: tuple[str, str, str], run: Path, words: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ("tied", "t5") else pytest.mark.long) for name in NAMES],
+    "name", [pytest.param(name, marks=[] if name in ("tied", "t5") else pytest.mark.long) for name in NAMES]
 )
 def test_a_trained_model_returns_to_transformers(
     name: str, folders: dict[str, tuple[str, str, str]], tmp_path: Path

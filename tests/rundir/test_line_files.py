@@ -60,12 +60,7 @@ def test_a_torn_run_resumes(tmp_path: Path) -> None:
     run.config.write_bytes(b"\0" * 100)
     assert run_world(1, on_a_rank, words) == [None]
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 21))
-    assert [event["event"] for event in history.read_records(run.history)] == [
-        "start",
-        "end",
-        "start",
-        "end",
-    ]
+    assert [event["event"] for event in history.read_records(run.history)] == ["start", "end", "start", "end"]
     [changed] = list(history.read_records(run.history))[2]["changed"]
     assert changed.startswith("config.toml of the last start cannot be compared: ")
 

@@ -21,12 +21,7 @@ from tests.support.marks import quick_are
 from tests.support.user_code import Uneven
 from tests.support.world import run_world
 
-WORLDS = {
-    1: ("fsdp",),
-    2: ("fsdp", "ddp"),
-    3: ("fsdp", "ddp"),
-    4: ("fsdp", "hsdp", "ddp"),
-}
+WORLDS = {1: ("fsdp",), 2: ("fsdp", "ddp"), 3: ("fsdp", "ddp"), 4: ("fsdp", "hsdp", "ddp")}
 WORDS = "--data.name text --model.name transformer --model.args.width 24 --model.args.heads 2"
 OWN = "tests.support.user_code"
 MODELS = {

@@ -119,11 +119,7 @@ def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
     assert re.search(r"^0:   ranks? 0 waits in \w+ \(step \d+, \w+\)", outcome.log, re.MULTILINE)
     assert re.search(r"^0:   HINT: kill -CONT \d+ on n2", outcome.log, re.MULTILINE)
     (folder,) = (outcome.run.path / "watch").glob("stopped-*")
-    assert {path.name for path in folder.iterdir()} >= {
-        "evidence.json",
-        "rank-0.txt",
-        "rank-1.txt",
-    }
+    assert {path.name for path in folder.iterdir()} >= {"evidence.json", "rank-0.txt", "rank-1.txt"}
 
 
 @pytest.mark.long

@@ -47,10 +47,7 @@ def test_compressed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         values_of(tmp_path / "d.jsonl.gz")
 
 
-JSON = {
-    "a list": json.dumps(texts(5)),
-    "lines": "".join(json.dumps(row) + "\n" for row in texts(5)),
-}
+JSON = {"a list": json.dumps(texts(5)), "lines": "".join(json.dumps(row) + "\n" for row in texts(5))}
 
 
 @pytest.mark.needs("datasets")

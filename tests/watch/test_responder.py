@@ -83,9 +83,7 @@ def test_a_loop_of_python_is_told_from_a_wait_in_c(does: Callable[[], None], in_
         assert {answer(made)["moving"] for _ in range(5)} == {in_python}
 
 
-def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_rank, "flight_recorder_entries", lambda: [{"of": "another form"}])
     with training_in(waits) as made:
         found = answer(made)

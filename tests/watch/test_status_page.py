@@ -14,15 +14,7 @@ from fsdp.base.errors import TrainingError
 from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.store import LocalStore
 from fsdp.watch import status_page
-from fsdp.watch.status_page import (
-    CUDA,
-    STEP_S,
-    STEPS,
-    DeviceClock,
-    StatusPage,
-    Writer,
-    failure_report,
-)
+from fsdp.watch.status_page import CUDA, STEP_S, STEPS, DeviceClock, StatusPage, Writer, failure_report
 from tests.support.env import env_of
 
 

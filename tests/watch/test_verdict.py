@@ -72,11 +72,7 @@ FAULT = "Fatal Python error: Segmentation fault\n"
         ({"alive": False, "fatal": FAULT, "ended": 50}, "fault", "Segmentation fault"),
         ({**OUT, "state": "T"}, "stopped", "rank 2 (n1) is stopped (SIGSTOP): step 7, forward"),
         ({**OUT, "state": "t", "answered": False}, "stopped", "is stopped (a debugger): step 7, forward"),
-        (
-            {**OUT, "phase": "data"},
-            "data",
-            "waits for its data, 3.0 s by now: step 7, data, at home",
-        ),
+        ({**OUT, "phase": "data"}, "data", "waits for its data, 3.0 s by now: step 7, data, at home"),
         ({**OUT, "cpu_s": 2.9, "state": "R", "moving": True}, "loop", "without end, 2.9 s by now, in Python"),
         ({**OUT, "answered": False}, "lock", "holds Python's lock in C"),
         (
@@ -407,11 +403,7 @@ AHEAD = {"step": 9, "phase": "optimizer"}
         ({**NOT_QUEUED, **AHEAD}, "blocked", "step 9, optimizer, at home/me/mine.py:30 forward"),
         ({**NOT_QUEUED, "answered": False, "calls": ()}, "lock", "rank 2 (n1) holds Python's lock in C"),
         ({**NOT_QUEUED, "state": "R", "cpu_s": 11.0, "moving": True}, "loop", "without end, 11.0 s by now"),
-        (
-            {**NOT_QUEUED, "state": "R", "cpu_s": 11.0},
-            "device",
-            "without end or waits for its GPU, 12.0 s",
-        ),
+        ({**NOT_QUEUED, "state": "R", "cpu_s": 11.0}, "device", "without end or waits for its GPU, 12.0 s"),
         (
             {"calls": (replace(GATHER, op="allreduce"),), **AHEAD},
             "collective",
