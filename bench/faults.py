@@ -31,16 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_kinds import KINDS, Kind, NodeFault, Where
-from bench.fault_runs import (
-    RANKS,
-    end_all,
-    ended,
-    fork_rank,
-    import_once,
-    steps_of,
-    verdict_of,
-    wait_for,
-)
+from bench.fault_runs import RANKS, end_all, ended, fork_rank, import_once, steps_of, verdict_of, wait_for
 from bench.processes import free_port
 from bench.tables import RESULTS, machine, write
 from fsdp.base import proc

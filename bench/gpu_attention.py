@@ -13,12 +13,7 @@ from torch import Tensor
 from bench.gpu_runs import Bench, need
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
-from fsdp.shard.compute import (
-    KERNELS,
-    PACKAGES,
-    attention_kernel,
-    check_attention,
-)
+from fsdp.shard.compute import KERNELS, PACKAGES, attention_kernel, check_attention
 
 SHAPES = {
     "12 heads of 64, 1024 tokens": (32, 12, 12, 1024, 64),

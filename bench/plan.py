@@ -84,10 +84,7 @@ def heading() -> list[str]:
 def table(rows: Sequence[Row]) -> list[str]:
     ours = [abs(row.error) for row in rows]
     wrong = sum(row.says_fits_and_does_not for row in rows)
-    lines = [
-        "| run | tensor bytes, MiB | planned | error |",
-        "|---|---|---|---|",
-    ]
+    lines = ["| run | tensor bytes, MiB | planned | error |", "|---|---|---|---|"]
     for row in rows:
         sizes = f"{row.measured / 2**20:.2f} | {row.predicted / 2**20:.2f}"
         lines.append(f"| {row.case} | {sizes} | {row.error:+.3%} |")

@@ -37,10 +37,7 @@ class AsyncSaver:
         """The save before must be complete: the buffers are the same ones."""
         self.finish()
         response: Any = dcp.async_save(
-            state,
-            checkpoint_id=folder,
-            process_group=self.group,
-            async_stager=self.stager,
+            state, checkpoint_id=folder, process_group=self.group, async_stager=self.stager
         )
         self._staged, self._written = response.staging_completion, response.upload_completion
 

@@ -60,10 +60,7 @@ SIZES = {
     ),
     # a step of about a second on two cores
     "second": Size(
-        {"vocab_size": 8192, "width": 384, "layers": 8, "heads": 6},
-        tokens=128,
-        rounds=12,
-        saves=5,
+        {"vocab_size": 8192, "width": 384, "layers": 8, "heads": 6}, tokens=128, rounds=12, saves=5
     ),
     "short": Size(
         {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True},

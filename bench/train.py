@@ -57,12 +57,7 @@ class Seen:
 
 
 def measure(
-    work: str,
-    ranks: int,
-    names: Sequence[str],
-    rounds: int,
-    threads: int,
-    left_out: list[str] | None = None,
+    work: str, ranks: int, names: Sequence[str], rounds: int, threads: int, left_out: list[str] | None = None
 ) -> dict[str, Seen]:
     """No round starts unless the first steps of all are the same work. With `left_out` a contender that
     cannot start, or does other work, is named there and the others go on; the first and ours never are.

@@ -36,14 +36,7 @@ from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.text import print_answer, print_line
 from fsdp.config.command_line import CommandParser, number, prints_errors, whole_number
-from fsdp.distributed.env import (
-    DistEnv,
-    address_towards,
-    from_environment,
-    listen,
-    rendezvous_host,
-    resolves,
-)
+from fsdp.distributed.env import DistEnv, address_towards, from_environment, listen, rendezvous_host, resolves
 from fsdp.distributed.process_group import appears, facts_of, process_group, rendezvous_store
 from fsdp.doctor import checks
 from fsdp.doctor.checks import PRODUCT, NodeReports, can_form_group, faults, judge, text
