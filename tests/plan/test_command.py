@@ -44,6 +44,7 @@ def test_the_best_line_planned_alone_has_the_same_numbers(capsys: pytest.Capture
     assert again.splitlines()[3].split() == first.split()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = tmp_path / "planned.toml"

@@ -37,7 +37,7 @@ FASTER = [
 ]
 
 
-@pytest.mark.parametrize(("fast", "slow"), quick_are(FASTER[:1], FASTER))
+@pytest.mark.parametrize(("fast", "slow"), quick_are(FASTER[:1], FASTER, FASTER[-3:]))
 def test_a_faster_device_takes_less_time(fast: str, slow: str) -> None:
     assert seconds(*fast.split()) < seconds(*slow.split())
 

@@ -15,6 +15,7 @@ from fsdp.distributed.env import DistEnv
 from fsdp.run.loop import train
 from fsdp.shard import shard
 from tests.support import comm_hooks
+from tests.support.marks import sample_are
 from tests.support.runs import flags
 from tests.support.world import run_world
 
@@ -111,7 +112,10 @@ def test_one_rank_s_reduction_copies_nothing(ranks: int, mesh: str, more: str, t
     assert own["copy_"] - ours["copy_"] == reductions
 
 
-@pytest.mark.parametrize("more", ["", "--train.micro_batch 2", "--mesh.reshard_after_forward step"])
+STEP = "--mesh.reshard_after_forward step"
+
+
+@pytest.mark.parametrize("more", sample_are([STEP], ["", "--train.micro_batch 2", STEP]))
 @pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, REPLICAS)])
 def test_one_rank_s_shards_are_cast_by_one_kernel(ranks: int, mesh: str, more: str, tmp_path: Path) -> None:
     """After the first step, in which FSDP makes the gathered parameters: two copies each before."""
