@@ -7,8 +7,10 @@ longest start first. `pytest tests` runs the same tests in one process.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,13 @@ def pytest_collection_finish() -> None:
     """Imported modules and collected tests stay: later collections pass over them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """A run in this process sets loggers up for itself; caplog of the next test listens at the root."""
+    yield
+    for name in ("fsdp", "fsdp.config"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("fsdp").handlers.clear()
+    logging.getLogger("fsdp").propagate = True
