@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp.config import Config, OptimSection, TrainSection
 from fsdp.models import build_real, load_attribute
-from fsdp.models.hf import maybe_entropy, select_experts_kernel
+from fsdp.models.hf import maybe_entropy, select_experts_kernel, turn_caches_off
 from fsdp.models.lora import freeze
 from fsdp.models.loss import class_dimension, read_output
 from fsdp.optim.muon import hidden_matrices
@@ -60,6 +60,7 @@ class PlainLoop:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(master)
+        turn_caches_off(self.model)  # with one, transformers makes no mask of packed rows
         select_experts_kernel(self.model, computed)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.objective = Objective(self.model, computed, self._samples(0), config.train)

@@ -7,17 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
+from fsdp.models.packed import check_documents_apart
 from fsdp.parity.__main__ import ParityOptions, Row, compare, difference_of, job_of, rows
-from fsdp.parity.reference import TrainingRecord
+from fsdp.parity.reference import PlainLoop, TrainingRecord
 from fsdp.run.job import prepare, trained_model
 from tests.models.small_hf import SIZES
 from tests.run.hf_folders import DATA, write_folder
+from tests.support.data_cache import own_cache as own_cache
 from tests.support.runs import settings
 from tests.test_house import imports
+from tests.tokenize.rows import write_lines
 
 ROOT = Path(__file__).parents[2]
 OWN = "tests.support.user_code"
@@ -39,6 +43,20 @@ def test_a_folder_of_transformers_with_default_flags(name: str, tmp_path: Path) 
     assert len(table) == 1 + len(rows(2))
     assert all(line.endswith("same") for line in table[1:])
     assert verdict == "parity holds: every mesh trains as one process does, 20 steps on 2 ranks in fp64"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+def test_the_plain_loop_has_documents_apart(tmp_path: Path, own_cache: Path) -> None:
+    """By the mask of transformers, which makes none where the model has a cache of keys and values."""
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "once upon a time"[: 2 + n % 14]} for n in range(90)])
+    words = f"--data.name {path} --data.args.rows packed --data.seq_len 16 --train.global_batch 4"
+    options = ["--model.name", "tests.run.test_packed_runs:mistral", *words.split()]
+    asked = ParityOptions(options, 2, "fp64", 1)
+    job = job_of(asked, CPU)
+    model = PlainLoop(asked.plain, job, CPU).model
+    tokens = job.data.train.batch(np.arange(2))["inputs"]
+    check_documents_apart(lambda row, at: model(row, position_ids=at).logits, tokens, model, "mistral")
 
 
 @pytest.mark.slow
