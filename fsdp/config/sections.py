@@ -295,8 +295,8 @@ class MeshSection:
 
     auto, true, false, step or a number. true frees all but those with which backward begins (ZeRO-3).
     false keeps them until backward (ZeRO-2): faster, more memory. step gathers once per optimizer step
-    (like ZeRO-1). A number reshards to that many ranks. auto is false where dp_shard is 1, nothing is sent
-    and all of them take under a tenth of the device's memory, else true.
+    (like ZeRO-1). A number reshards to that many ranks. auto is false where dp_shard is 1 (nothing is
+    sent), nothing is offloaded, and all of them take under a tenth of the device's memory; else true.
     """
     accumulate: Literal["last", "shard", "every"] = knob("last")
     """when gradients of micro-batches are reduced

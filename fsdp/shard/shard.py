@@ -227,14 +227,14 @@ class Sharding:
     def resharding(self, model: nn.Module) -> bool | int | str:
         """The policy of --mesh.reshard_after_forward, without auto. One rank's shard is only cast and copied
         again for backward, and the copies are freed where they would be a large part of the memory, or where
-        memory is what the run saves.
+        the run keeps tensors outside of it.
         """
         policy = reshard_policy(self.config.mesh.reshard_after_forward)
         if policy != "auto":
             return policy
-        saves = self.config.memory.cpu_offload or self.config.memory.nvme != "off"
+        offloads = self.config.memory.cpu_offload or self.config.memory.nvme != "off"
         gathered = self.dtypes.param.itemsize * sum(p.numel() for p in model.parameters())
-        return self.sizes.shard > 1 or saves or gathered > MOST_KEPT * self.room
+        return self.sizes.shard > 1 or offloads or gathered > MOST_KEPT * self.room
 
 
 def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, room: float = 0.0) -> Sharding:
