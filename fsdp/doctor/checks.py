@@ -32,13 +32,23 @@ CONNECT_S = 3.0
 MOST_PARTNERS = 32
 """Each node tries so many after it."""
 TIMES = 5
+CUDNN = 91501
+"""9.15.1."""
 
 
 def check_device(device: torch.device, facts: RankFacts) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     rate, value = _product(device, 8192, torch.bfloat16) if on_cuda else _product(device, 384, torch.float32)
     in_use = f"{facts.taken:.0%} of its device's memory is in use" if facts.taken > TAKEN else ""
-    return {"tflops": rate, "product": value, "in_use": in_use}
+    known = (torch.cuda.get_device_capability(device), torch.backends.cudnn.version()) if on_cuda else ((), 0)
+    return {"tflops": rate, "product": value, "in_use": in_use, "cudnn": slower_attention(*known)}
+
+
+def slower_attention(capability: tuple[int, ...], cudnn: int | None) -> str:
+    """On these devices torch takes cuDNN's attention by itself, from a version on."""
+    if capability not in ((9, 0), (10, 0)) or (cudnn or CUDNN) >= CUDNN:
+        return ""
+    return f"cuDNN {cudnn} is below {CUDNN}: torch takes flash attention, 1.5 to 1.7 times slower on an H100"
 
 
 def _product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[float, float]:
@@ -209,6 +219,7 @@ CHECKS = (
           True, False, 0.85, 0.6),
     Check("unnamed", "{}", "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE", True, True),
     Check("in_use", "{}", "nvidia-smi on that node shows by which process", True, False),
+    Check("cudnn", "{}", "--speed.attention cudnn, or a newer cuDNN", False, False),
     Check("storage_error", "{}", "--dir FOLDER on shared storage", True, True),
     Check("unseen", "{}", "mount the shared storage there, or --dir FOLDER that is shared", True, True),
     Check("within_gb_s", "{:.3g} GB/s within the node",

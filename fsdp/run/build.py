@@ -39,7 +39,7 @@ from fsdp.rundir import history
 from fsdp.rundir.history import RunDir, writing
 from fsdp.rundir.lock import TWO_RUNS, Folder, Lock, hold
 from fsdp.shard.checks import check_first_forward, state_digest
-from fsdp.shard.compute import attention_kernel, missing
+from fsdp.shard.compute import attention_kernel, missing, set_kernel_folders
 from fsdp.shard.materialize import build_on_host, materialize
 from fsdp.shard.shard import Dtypes, Sharded, Sharding, replicate, shard_model
 
@@ -302,6 +302,8 @@ def optimizer(parts: RunParts) -> torch.optim.Optimizer:
     # The update of small states is compiled where blocks are, and on CUDA, where eager takes far longer.
     small = parts.config.optim.state != "master" or parts.job.dtypes.master == torch.bfloat16
     compiled = not on_host and (parts.job.sharding.compiled or (small and on_cuda and not missing()))
+    if small and compiled:
+        set_kernel_folders()
     return build_optimizer(parts.config.optim, parts.sharded.root, compiled=compiled)
 
 

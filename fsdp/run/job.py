@@ -305,12 +305,16 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
 # ---------------------------------------------------------------- operations of a sample
 
 
+COUNTED = "3 × the products of a forward, those of attention of all pairs"
+"""Of a decoder 6 a token and weight without the embedding, and 12 · layers · width · length a token."""
+
+
 def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = None) -> float:
     """Forward and backward of one sample by the model's own arithmetic, counted on fake tensors, of which
     models of transformers read no values; `model` is on meta. Recomputation is not counted: MFU is the share
     of the device that the model uses. Of a model that reads values 6 a parameter and token.
     """
-    counter, flops, meta = FlopCounterMode(display=False), 0.0, model
+    counter, flops, meta, why = FlopCounterMode(display=False), 0.0, model, ""
     try:
         sample = data.train.batch(np.zeros(1, np.int64))
         model = copy.deepcopy(model)
@@ -327,8 +331,11 @@ def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = 
                 LossFunction(model, loss)(model, first, torch.ones(1, dtype=torch.bool), 1)
         flops = 3.0 * counter.get_total_flops()  # a product's backward is two products of its size
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, KeyError) as error:
-        log.info("MFU by 6 × parameters × tokens: products cannot be counted (%s)", first_line(error, 80))
-    return flops or 6.0 * sum(p.numel() for p in meta.parameters()) * max(1, data.info.tokens_per_sample)
+        why = f": products cannot be counted ({first_line(error, 80)})"
+    formula = COUNTED if flops else f"6 × parameters × tokens{why}"
+    flops = flops or 6.0 * sum(p.numel() for p in meta.parameters()) * max(1, data.info.tokens_per_sample)
+    log.info("MFU of %.4g operations a sample, by %s", flops, formula)
+    return flops
 
 
 def peak_flops(device: torch.device, ranks: int) -> float:

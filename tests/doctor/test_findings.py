@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp.distributed.process_group import RankFacts
-from fsdp.doctor.checks import NodeReports, can_form_group, judge, text
+from fsdp.doctor.checks import NodeReports, can_form_group, judge, slower_attention, text
 
 HOSTS = ("n0", "n1", "n2", "n3")
 LINK, SLOW_LINK = 38.0, 3.0
@@ -93,6 +93,7 @@ def test_only_the_node_with_the_fault_is_excluded(
     [
         ({5: {"facts": facts(5, driver="570.2")}}, "driver 570.2"),
         ({6: {"write_mb_s": 30.0}}, "writes 30 MB/s, 6% of the median"),
+        ({3: {"cudnn": slower_attention((9, 0), 91002)}}, "cuDNN 91002 is below 91501"),
         ({2: {"between": {"0": LINK, "2": SLOW_LINK}}}, "3 GB/s to n2, where 38 is usual"),
     ],
 )  # fmt: skip
@@ -101,6 +102,11 @@ def test_a_minor_finding_is_reported_and_excludes_no_node(changes: Changes, says
     assert verdict.fit
     assert not verdict.exclude
     assert says in "\n".join(map(str, verdict.findings))
+
+
+def test_a_cudnn_that_torch_prefers_or_never_would_is_no_finding() -> None:
+    for capability, cudnn in (((9, 0), 91501), ((10, 0), 91900), ((8, 0), 91002), ((9, 0), None), ((), 0)):
+        assert not slower_attention(capability, cudnn)
 
 
 def test_a_node_that_no_other_reaches_is_excluded_and_not_those_that_tried() -> None:

@@ -104,12 +104,16 @@ def test_a_compiled_update_is_near_the_eager_one_and_knows_no_number_of_ranks(st
 def test_on_cuda_the_update_is_compiled_where_blocks_are_not(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its kernels lie where blocks' do: Triton's own place is the home."""
+    placed = list[bool]()
     monkeypatch.setattr(build, "missing", lambda: "")
+    monkeypatch.setattr(build, "set_kernel_folders", lambda: placed.append(True))
     parts = mock.Mock(config=load(["--optim.state", "bf16"]), sharded=mock.Mock(root=layers()))
     parts.job.sharding.compiled, parts.env.device = False, torch.device(device)
     with mock.patch.object(build, "build_optimizer") as built:
         build.optimizer(parts)
     assert built.call_args.kwargs == {"compiled": device == "cuda"}
+    assert placed == [True] * (device == "cuda")
 
 
 def digests(one: Path) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fsdp import config as configuration
 from fsdp.base.torch_private import TorchDispatchMode
 from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.run.loop import train
 from fsdp.shard import shard
 from tests.support import comm_hooks
@@ -84,6 +86,13 @@ def each(ranks: int, folder: Path, words: str, *variants: str, by: Any = launche
     found = [run_world(ranks, launched, given[0]), *(run_world(ranks, by, one) for one in given[1:])]
     assert all(run[0][1] == found[0][0][1] != [] for run in found)
     return [run[0][0] for run in found]
+
+
+@pytest.mark.parametrize(("ranks", "room", "freed"), [(1, 4001, False), (1, 3999, True), (2, 4001, True)])
+def test_auto_keeps_one_rank_s_copies_of_under_a_tenth(ranks: int, room: float, freed: bool) -> None:
+    sizes = MeshSizes("fsdp", 1, ranks)
+    kept = shard.sharding_of(configuration.load([]), sizes, None, room).resharding(nn.Linear(10, 10, False))
+    assert kept is freed
 
 
 OWN = "--comm.reduce_scatter tests.support.comm_hooks:Scatter"
