@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fsdp.base.torch_private import ConvertedModule
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
@@ -125,6 +126,43 @@ class Block(nn.Module):
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
+class TiedLookup(torch.autograd.Function):
+    """An embedding whose weight is the head's too.
+
+    Its gradient has a row for each token of a micro-batch, added to the head's gradient in place. Without it
+    autograd fills a second gradient of the weight's size with zeros and adds the two into a third. The bits
+    are the same: repetitions of a token are summed first, by torch's own kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, embedding: nn.Embedding) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(tokens)
+        ctx.weight = weight
+        return embedding(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        weight, tokens = ctx.weight, ctx.saved_tensors[0].reshape(-1)
+        positions = torch.arange(len(tokens), device=tokens.device)
+        # One of a token's positions for all of them. unique() would wait for the device.
+        slots = tokens.new_empty(len(weight)).scatter_(0, tokens, positions)[tokens]
+        by_token = gradient.reshape(len(tokens), -1).to(weight.dtype)
+        rows = torch.ops.aten.embedding_dense_backward(by_token, slots, len(tokens), -1, False)
+
+        def add(total: Tensor) -> None:
+            hook.remove()
+            total.index_add_(0, tokens, rows)  # a token's rows are zero, but that of its slot
+
+        # Called when all gradients of the weight, the head's among them, are summed.
+        hook = weight.register_hook(add)
+        return None, None, None
+
+
+SCATTERED = 4
+"""Tokens of the vocabulary for each of a micro-batch from which TiedLookup moves fewer bytes."""
+
+
 class Transformer(ConvertedModule):
     """tokens [batch, length] → logits [batch, length, vocab_size].
 
@@ -157,7 +195,12 @@ class Transformer(ConvertedModule):
             rotary = Rotary(*(table[: tokens.shape[1]] for table in tables))
         else:
             rotary = Rotary(*(table[position_ids].unsqueeze(1) for table in tables))
-        x = self.dropout(self.embedding(tokens))
+        weight, embedding = self.head.weight, self.embedding
+        scattered = weight is embedding.weight and len(weight) >= SCATTERED * tokens.numel()
+        if scattered and not torch.compiler.is_compiling():
+            x = self.dropout(TiedLookup.apply(weight, tokens, embedding))
+        else:
+            x = self.dropout(embedding(tokens))
         head_dim = 2 * self.rotary_cos.shape[1]
         documents = None if position_ids is None else documents_of(position_ids, x, head_dim)
         for block in self.blocks:

@@ -6,16 +6,26 @@ import copy
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp.base.torch_private import prepare_torchvision
-from fsdp.config import ModelSection
-from fsdp.models import build_real, resolve
+from fsdp.config import Config, MeshSection, ModelSection, PrecisionSection
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import build_mesh
+from fsdp.distributed.mesh import resolve as resolve_mesh
+from fsdp.models import build_real, resolve, transformer
+from fsdp.models.chunked_loss import ChunkedHead
+from fsdp.models.loss import LossFunction
 from fsdp.models.transformer import Rotary, Transformer, TransformerSizes, from_sizes
+from fsdp.shard.shard import shard_model, sharding_of
+from tests.support.world import run_world
 
 
 def small(**changes: Any) -> Transformer:
@@ -97,3 +107,64 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected, logits = theirs(data).logits, own(data)
     assert torch.allclose(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+# ---------------------------------------------------------------- a tied weight's gradient
+
+WORDS = torch.randint(0, 40, (2, 2, 48), generator=torch.Generator().manual_seed(1))
+
+
+class _Bytes(TorchDispatchMode):
+    """Bytes that operations read and write, of views none; of index_add_ the rows."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name() == "aten::index_add_":
+            self.moved += 3 * args[3].nbytes
+        elif not func.is_view and "empty" not in func.name():
+            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.moved += sum(t.nbytes for t in tensors)
+        return result
+
+
+def tied_gradients(
+    env: DistEnv, dtype: Literal["fp32", "bf16"], chunk: int, scattered: int
+) -> tuple[dict[str, Tensor], int]:
+    """After two micro-batches, and the bytes of the last one's backward."""
+    with mock.patch.object(transformer, "SCATTERED", scattered):
+        model, counted = small(vocab_size=384, tied=True), _Bytes()
+        loss = LossFunction(model, head=ChunkedHead(model, chunk) if chunk else None)
+        sizes = resolve_mesh(MeshSection(), env.world_size)
+        sharding = sharding_of(Config(precision=PrecisionSection(param=dtype)), sizes, env.device)
+        called = shard_model(model, sharding, build_mesh(sizes, env.device)).called
+        for words in WORDS:
+            counted.moved = 0
+            data = {"inputs": words[[env.rank]], "targets": words[[env.rank]].roll(-1, 1)}
+            total = loss(called, data, torch.ones(1, dtype=torch.bool), 1).loss_sum
+            with counted:
+                (total * 0.01).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: getattr(grad, "full_tensor", lambda g=grad: g)() for n, grad in grads.items()}, counted.moved
+
+
+@pytest.mark.parametrize("chunk", [0, 32])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tied_gradient_is_added_to_the_heads_row_by_row(
+    ranks: int, dtype: Literal["fp32", "bf16"], chunk: int
+) -> None:
+    """With the bits of torch's own two gradients and their sum, each of the weight's size."""
+    both = [run_world(ranks, tied_gradients, dtype, chunk, scattered) for scattered in (1000, 4)]
+    for (torchs, more), (ours, fewer) in zip(*both, strict=True):
+        assert all(torch.equal(ours[name], grad) for name, grad in torchs.items())
+        weight = torchs["embedding.weight"].numel() * (2 if dtype == "bf16" else 4)
+        assert more - fewer > 3 * weight
+
+
+def test_a_tied_model_compiles_as_one_graph() -> None:
+    eager, compiled = small(vocab_size=384, tied=True), small(vocab_size=384, tied=True)
+    eager(WORDS[0]).square().sum().backward()
+    torch.compile(compiled, backend="aot_eager", fullgraph=True)(WORDS[0]).square().sum().backward()
+    torch.testing.assert_close(compiled.head.weight.grad, eager.head.weight.grad)
