@@ -278,9 +278,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kinds", default="", help="names, with commas between; empty is all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="add to what bench/results/faults.json holds")
-    parser.add_argument(
-        "--steps", type=int, default=40, help="the fault comes between the 10th step and this one"
-    )
+    parser.add_argument("--steps", type=int, default=40, help="the fault comes between the 10th and this one")
     parser.add_argument("--json", type=Path, help="write the cases there")
     return faults(parser.parse_args(argv))
 

@@ -268,17 +268,8 @@ def page(rows: Sequence[dict[str, Any]], name: str, about: str) -> str:
         f"{sum(row['result'] == kind for row in rows)} {kind}"
         for kind in (PASSED, FAILED, IMPOSSIBLE, NOT_RUN)
     ]
-    lines = [
-        [
-            row["part"],
-            row["claim"],
-            row["result"],
-            " ".join(row["about"].replace("|", "/").split()),
-            row["seconds"],
-            row.get("of", ""),
-        ]
-        for row in rows
-    ]
+    names = ("part", "claim", "result", "about", "seconds", "of")
+    lines = [[" ".join(str(row.get(one, "")).replace("|", "/").split()) for one in names] for row in rows]
     text = tables.table(["part", "claim", "result", "figures, or why", "s", "of"], lines)
     return f"# The battery on {name}\n\n{about}\n\n{', '.join(counts)} of {len(PARTS)} parts.\n\n{text}\n"
 

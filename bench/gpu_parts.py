@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,10 +26,10 @@ from bench.gpu_runs import (
     apart,
     digests,
     ended,
-    kill,
+    kill_after_save,
     need,
 )
-from bench.gpu_two_ranks import lost_ranks, reductions, timed_out
+from bench.gpu_two_ranks import lost_ranks, other_counts, reductions, timed_out
 from bench.peers.roster import ROSTER
 
 
@@ -105,15 +104,10 @@ def resumed(bench: Bench) -> Figures:
     flags = (*MODEL, *QUIET[2:], *often, *ALONE[:2], "--speed.compile", compiled, *repeatable(bench))
     whole = bench.trained("whole", *flags, TORCH_LOGS="recompiles")
     process = bench.start("killed", *flags)
-    sealed = bench.folder / "killed" / "checkpoints"
-    began = time.monotonic()
-    while not any(sealed.glob("step-*/manifest.json")):
-        need(process.poll() is None, "the run ended before its first checkpoint")
-        need(time.monotonic() - began < 150, "no checkpoint within 150 s")
-        time.sleep(0.02)
-    kill(process)
-    ended(process, sealed.parent, 30)
-    need(not (sealed.parent / "DONE").exists(), "the run had ended before the kill: nothing was resumed")
+    run = bench.folder / "killed"
+    kill_after_save(process, run)
+    ended(process, run, 30)
+    need(not (run / "DONE").exists(), "the run had ended before the kill: nothing was resumed")
     again = bench.trained("killed", *flags, TORCH_LOGS="recompiles")
     need(again.losses() == whole.losses(), f"losses differ by {apart(again.losses(), whole.losses()):.1e}")
     compiles = [ran.text.count("Recompiling function") for ran in (whole, again)]
@@ -237,14 +231,19 @@ def equal_losses(bench: Bench, host: bool) -> Figures:
 
 
 def fake_ranks(bench: Bench) -> Figures:
-    """Of a rank of the 8B recipe bytes beside the plan, and what the host takes to issue a step."""
+    """Of a rank of the 8B recipe and of 70B bytes beside the plan, and what the host takes to issue a step,
+    in which it never waits.
+    """
     bench.need_cuda("collectives of a fake group do nothing: there is no counter on a CPU to compare")
-    words = ("bench.plan_cuda", "--worlds", "8,64,512", "--results", str(bench.results))
+    words = ("bench.plan_cuda", "--worlds", "8b@8,8b@64,8b@512,70b@64", "--results", str(bench.results))
     ran = bench.tool(*words, limit_s=280)
     need(ran.code == 0, ran.end())
-    rows = re.findall(r"^\| (\d+) ranks: .*? \| (.+) \|$", ran.text, re.M)
-    need(len(rows) == 3, ran.end())
-    return {f"{ranks} ranks, allocated, reserved, host s": cells.replace(" |", ",") for ranks, cells in rows}
+    rows = re.findall(r"^\| (\d+) ranks: .*?preset=(\w+).*? \| (.+) \| (\d+) \|$", ran.text, re.M)
+    need(len(rows) == 4, ran.end())
+    waits = {f"{preset}, {ranks} ranks": int(count) for ranks, preset, _, count in rows}
+    need(not any(waits.values()), f"the host waits in a step: {waits}")
+    about = "allocated, reserved, host s"
+    return {f"{preset}, {ranks} ranks, {about}": one.replace(" |", ",") for ranks, preset, one, _ in rows}
 
 
 OFF = {"allocated, median %": 2.0, "allocated, worst %": 5.0, "reserved, worst %": 10.0}
@@ -353,23 +352,26 @@ def float8(bench: Bench) -> Figures:
     return {"largest difference": found, "products kept": again}
 
 
-PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning", "ours-fp8": "torchao"}
 """Contenders that run where their package is installed."""
-GOALS = {"124m-cuda": 0.45, "1b-cuda": 0.51, "1b8-cuda": 0.55}
+GOALS = {"124m-cuda": 0.45, "1b-cuda": 0.51, "1b8-cuda": 0.55, "hf-cuda": 0.53}
 """MFU."""
-MEMORY_GIB = {"124m-cuda": (2.0, 36.0), "1b-cuda": (15.5, 24.0), "1b8-cuda": (15.5, 36.0)}
+ON_CPU = {"124m-cuda": "tiny", "hf-cuda": "hf-tiny"}
+"""What stands for a work, to run the same lines."""
+MEMORY_GIB = {"124m-cuda": (2.0, 36.0), "1b-cuda": (15.5, 24.0), "1b8-cuda": (15.5, 36.0),
+              "hf-cuda": (16.5, 36.0)}  # fmt: skip
 """What each contender holds between its turns, and what the one whose turn it is needs more."""
 BARS = {"124m-cuda": {"bare": 0.95, "whole": 1.0}, "1b-cuda": {"bare": 0.95, "whole": 0.99},
-        "1b8-cuda": {"whole": 0.99}}  # fmt: skip
+        "1b8-cuda": {"whole": 0.99}, "hf-cuda": {"whole": 0.99}}  # fmt: skip
 """Least of another's throughput: has failed, on a GPU, where the whole interval is below."""
 
 
 def throughput(bench: Bench, work: str, names: tuple[str, ...]) -> Figures:
-    """Beside the contenders that are installed and have room. On a CPU the smallest model stands for all, to
-    run the same lines.
-    """
-    if work != "124m-cuda":
+    """Beside the contenders that are installed and have room."""
+    if work not in ON_CPU or "ours-fp8" in names:
         bench.need_cuda("mfu-124m runs the same lines")
+    if work == "hf-cuda" and not _has("transformers"):
+        raise NotPossible("transformers is not installed")
     figures: dict[str, Any] = {}
     there = [
         name for name in ("ours", *names) if name not in PACKAGES or (bench.cuda and _has(PACKAGES[name]))
@@ -379,7 +381,15 @@ def throughput(bench: Bench, work: str, names: tuple[str, ...]) -> Figures:
         there, without = _with_room(there, work)
         figures |= dict.fromkeys(without, "left out, the device's memory holds no more")
     bars = {ROSTER[name].label: bar for name, bar in BARS[work].items()}
-    on = ("bench.train", "--work", work if bench.cuda else "tiny", "--ranks", "1", "--only", ",".join(there))
+    on = (
+        "bench.train",
+        "--work",
+        work if bench.cuda else ON_CPU[work],
+        "--ranks",
+        "1",
+        "--only",
+        ",".join(there),
+    )
     rounds = ("--no-memory", "--rounds", "6" if bench.cuda else "2", "--short")
     # Those that are installed are taken as they are: pip would wait for a network.
     ran = bench.tool(*on, *rounds, limit_s=240, PIP_NO_INDEX="1")
@@ -395,7 +405,7 @@ def throughput(bench: Bench, work: str, names: tuple[str, ...]) -> Figures:
                 behind.append(f"{label}: {over}, bar {bars[label]}")
     need(any("over it" in one for one in figures.values()), "bench.train printed no ratio")
     need(not behind, f"below the bar: {behind} of {figures}")
-    bench.need_cuda(f"of a model of 0.2M parameters {figures}")
+    bench.need_cuda(f"of a small model {figures}")
     return figures
 
 
@@ -472,6 +482,8 @@ PARTS = tuple(Part(*part) for part in (
     ("two-ranks", "two ranks on one device: both end when one raises or stalls", 400, lost_ranks),
     ("time-outs", "two ranks: --run.process_group_timeout_s ends a wait in a mesh's group", 200, timed_out),
     ("reductions", "two ranks on one device: --comm.divide_by changes no gradient norm", 300, reductions),
+    ("meshes", "two ranks as 2 × 1 and 1 × 2, one killed, go on as one: the losses of one rank, to 1e-4", 400,
+     other_counts),
     ("profile", "a profile's pages and the report are written", 200, profile),
     ("mfu-124m", "124M: 95% of a bare loop's throughput, all of a whole compile's without FSDP", 260,
      partial(throughput, work="124m-cuda", names=("bare", "whole", "bare-loss", *PACKAGES)), True),
@@ -479,12 +491,16 @@ PARTS = tuple(Part(*part) for part in (
      partial(throughput, work="1b-cuda", names=("bare", "whole")), True),
     ("mfu-1b8", "1B, 8 × 2048: 99% of a whole compile's throughput without FSDP", 260,
      partial(throughput, work="1b8-cuda", names=("whole",)), True),
+    ("mfu-hf", "Hugging Face Llama, 1.1B, 8 × 2048: 99% of a whole compile's throughput without FSDP", 300,
+     partial(throughput, work="hf-cuda", names=("whole",)), True),
+    ("fp8-1b", "1B, 4 × 2048: what --speed.float8 tensorwise gains", 300,
+     partial(throughput, work="1b-cuda", names=("bare", "ours-fp8")), True),
     ("oom", "out of memory: a page and a HINT", 200, out_of_memory, True),
     ("plan", "a run beside its plan, eager and compiled: bytes within 10%, seconds of the compiled", 200,
      planned_run, True),
     ("states", "compiled updates of bf16 and 8-bit states take at most 1.5 of fused AdamW's time", 180,
      small_states, True),
-    ("fake-ranks", "a rank of 8 to 512 of the 8B recipe: bytes beside the plan, host time of a step", 300,
+    ("fake-ranks", "a rank of 8 to 512 of 8B, of 64 of 70B: bytes beside the plan, host time of a step", 300,
      fake_ranks, True),
     ("attention", "each kernel's gradients, to 2%; auto's time is at most 1.2 of the fastest's", 120,
      attention, True),

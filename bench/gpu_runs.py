@@ -92,18 +92,10 @@ class Bench:
 
     def command(self, name: str, flags: Sequence[str]) -> list[str]:
         run = ["--run.dir", str(self.folder / name), "--run.device", self.device]
-        return [sys.executable, str(ROOT / "train.py"), *flags, *run]
+        return [str(ROOT / "train.py"), *flags, *run]
 
     def start(self, name: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(name, flags),
-            cwd=ROOT,
-            env=self.environment(**environment),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return self.process(*self.command(name, flags), **environment)
 
     def train(self, name: str, *flags: str, limit_s: float = 180, **environment: str) -> Ran:
         """One process of train.py, without a launcher."""
@@ -118,27 +110,29 @@ class Bench:
         return ran
 
     def ranks(
-        self, name: str, count: int, *flags: str, limit_s: float = 120, wait_for: int | None = None
+        self,
+        name: str,
+        *flags: str,
+        limit_s: float = 120,
+        wait_for: int | None = None,
+        killed: bool = False,
     ) -> list[Ran]:
-        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node. Waits
-        for the first `wait_for` of them, or for all, and ends the others.
+        """Two ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node.
+        Waits for the first `wait_for` of them, or for all, and ends the others; kills the last of `killed`
+        ones after a save.
         """
         port = free_port()
         processes = []
-        for rank in range(count):
-            words = [
-                "torch.distributed.run",
-                f"--nnodes={count}",
-                "--nproc_per_node=1",
-                f"--node_rank={rank}",
-                "--master_addr=127.0.0.1",
-                f"--master_port={port}",
-                *self.command(name, flags)[1:],
-            ]
+        for rank in range(2):
+            torchrun = "torch.distributed.run --nnodes=2 --nproc_per_node=1 --master_addr=127.0.0.1"
+            words = [*torchrun.split(), f"--node_rank={rank}", f"--master_port={port}"]
             # Of two "nodes" on one machine: no adapter, no plugin.
             loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
-            processes.append(self.module(*words, NCCL_HOSTID=f"bench-{rank}", **loopback))
+            loopback["NCCL_HOSTID"] = f"bench-{rank}"
+            processes.append(self.module(*words, *self.command(name, flags), **loopback))
         try:
+            if killed:
+                kill_after_save(processes[-1], self.folder / name)
             return [ended(process, self.folder / name, limit_s) for process in processes[:wait_for]]
         finally:
             for process in processes:
@@ -146,8 +140,11 @@ class Bench:
 
     def module(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         """Starts python -m WORDS."""
+        return self.process("-m", *words, **environment)
+
+    def process(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, *words],
             cwd=ROOT,
             env=self.environment(**environment),
             text=True,
@@ -204,6 +201,15 @@ def kill(process: subprocess.Popen[str]) -> None:
     for pid in (process.pid, *descendants(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def kill_after_save(process: subprocess.Popen[str], run: Path) -> None:
+    began = time.monotonic()
+    while not any(run.glob("checkpoints/step-*/manifest.json")):
+        need(process.poll() is None, "the run ended before its first checkpoint")
+        need(time.monotonic() - began < 150, "no checkpoint within 150 s")
+        time.sleep(0.02)
+    kill(process)
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -2,14 +2,16 @@
 
     python -m bench.plan_cuda              24 configurations drawn from a seed
     python -m bench.plan_cuda --cases 4    fewer
-    python -m bench.plan_cuda --worlds 8,64,512
-                                           rank 0 of recipes/llama-8b.toml in a fake process group of so many:
-                                           collectives do nothing, all else is real
+    python -m bench.plan_cuda --worlds 8b@8,8b@64,8b@512,70b@64
+                                           one rank, --rank, of recipes/llama-8b.toml and of a 70B model in a
+                                           fake process group of so many: collectives do nothing, all else is
+                                           real
 
 max_memory_allocated is compared with the plan's tensors, max_memory_reserved with the plan's reserved memory.
 cuBLAS's workspaces are part of the counters and not of a plan: they are made small, unless the environment
 sets them. Results, with planned minus measured bytes of each run: plan_cuda.json and plan_cuda.md under
---results, of --worlds plan_worlds.*. Host seconds: what train_step takes to return, without the device's.
+--results, of --worlds plan_worlds.*. Host seconds: what train_step takes to return, without the device's;
+waits: how often the host waits for the device meanwhile, as torch counts it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +64,7 @@ class Row:
     planned: Peaks
     measured: Peaks
     host_s: float
+    waits: int
 
     @property
     def off(self) -> dict[str, float]:
@@ -108,48 +112,56 @@ def planned(case: Case) -> Peaks:
     return Peaks(memory.peak, memory.reserved)
 
 
-def recipe(ranks: int) -> Case:
-    """One sample a rank, eager, sharded over all ranks; from the root of the checkout."""
+def recipe(preset: str, ranks: int) -> Case:
+    """One sample a rank, eager, sharded over all ranks; from the root of the checkout. What 80 layers keep is
+    recomputed.
+    """
     words = (
         "--config recipes/llama-8b.toml --data.name synthetic --data.args.kind tokens --speed.compile false "
-        f"--train.global_batch {ranks} --mesh.strategy fsdp"
+        f"--train.global_batch {ranks} --mesh.strategy fsdp --model.preset {preset}"
     )
-    return Case(ranks, tuple(words.split()))
+    full = " --memory.activation_checkpointing full" * (preset == "70b")
+    return Case(ranks, tuple((words + full).split()))
 
 
-def measured(case: Case) -> tuple[Peaks, float]:
+def measured(case: Case, rank: int) -> tuple[Peaks, float, int]:
     """Measures in a process that has used no device yet, because reserved memory is never returned."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         if case.ranks > 1:
-            init_fake_group(0, case.ranks)
+            init_fake_group(rank, case.ranks)
         else:
             store = dist.FileStore(str(Path(folder, "store")), 1)
             dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-        built = build(case.flags, case.ranks, 0, device)
+        built = build(case.flags, case.ranks, rank, device)
+        batches = built.batches("cuda")
         for _ in range(STEPS):
             torch.cuda.synchronize()
-            began = time.perf_counter()
-            plain_step(built.watched.parts, built.batches("cuda"), built.micro_batches)
-            host_s = time.perf_counter() - began
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                began = time.perf_counter()
+                plain_step(built.watched.parts, batches, built.micro_batches)
+                host_s = time.perf_counter() - began
+                torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         dist.destroy_process_group()
     peaks = Peaks(float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved()))
-    return peaks, host_s
+    return peaks, host_s, sum("synchronizing CUDA operation" in str(one.message) for one in warned)
 
 
-def measured_alone(case: Case) -> tuple[Peaks, float]:
+def measured_alone(case: Case, rank: int) -> tuple[Peaks, float, int]:
     """In a process that ends afterwards."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-        return alone.submit(measured, case).result()
+        return alone.submit(measured, case, rank).result()
 
 
 def table(rows: list[Row], where: str) -> list[str]:
     lines = [f"# Planned beside a CUDA device's own counters ({where})", ""]
     lines += [
-        "| run | allocated, MiB | planned | error | reserved, MiB | planned | error | host s a step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | allocated, MiB | planned | error | reserved, MiB | planned | error | host s | waits |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [
@@ -158,7 +170,7 @@ def table(rows: list[Row], where: str) -> list[str]:
                 asdict(row.measured).values(), asdict(row.planned).values(), row.errors, strict=True
             )
         ]
-        lines.append(f"| {row.case} | {' | '.join(cells)} | {row.host_s:.3f} |")
+        lines.append(f"| {row.case} | {' | '.join(cells)} | {row.host_s:.3f} | {row.waits} |")
     for at, name in enumerate(("allocated", "reserved")):
         errors = [abs(row.errors[at]) for row in rows]
         lines += [
@@ -175,23 +187,23 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--worlds", default="", help="numbers of ranks, of which one is real")
+    parser.add_argument("--worlds", default="", help="models and numbers of ranks, of which one is real")
+    parser.add_argument("--rank", type=int, default=0, help="that one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print(
-            "bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU",
-            file=sys.stderr,
-        )
+        told = "bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU"
+        print(told, file=sys.stderr)
         return 2
     os.environ["OMP_NUM_THREADS"] = "1"
     for name, size in SMALL_WORKSPACES.items():
         os.environ.setdefault(name, size)  # read by the processes of the runs, which have used no device yet
     rows, cases = [], draw(random.Random(given.seed), given.cases)
     if given.worlds:
-        cases = [recipe(int(ranks)) for ranks in given.worlds.split(",")]
+        worlds = (world.split("@") for world in given.worlds.split(","))
+        cases = [recipe(preset, int(ranks)) for preset, ranks in worlds]
     with ThreadPoolExecutor(1) as beside:  # one case is measured while others are planned
-        for case, peaks in [(case, beside.submit(measured_alone, case)) for case in cases]:
+        for case, peaks in [(case, beside.submit(measured_alone, case, given.rank)) for case in cases]:
             rows.append(Row(case, planned(case), *peaks.result()))
             allocated, reserved = rows[-1].errors
             print(f"{case}: allocated {allocated:+.2%}, reserved {reserved:+.2%}", flush=True)

@@ -44,31 +44,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--size", default="124m", choices=list(SIZES), help="the model; how many rounds goes by it"
-    )
-    parser.add_argument(
-        "--short", dest="size", action="store_const", const="short", help="a small model, few rounds"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=0,
-        help="rounds of every way; 0 is 6 of 124m and 500m, 12 of second, 2 of short",
-    )
-    parser.add_argument(
-        "--saves",
-        type=int,
-        default=0,
-        help="saves whose memory is measured; 0 is 10 of 124m, 1 of 500m, 5 of the others",
-    )
-    parser.add_argument(
-        "--ways", default="", help="which ways, none among them; fewer than all write save-part.*"
-    )
-    parser.add_argument("--run.device", dest="device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
-    parser.add_argument("--place", default="", help="folder for checkpoints; empty makes one and removes it")
-    parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
+    add = parser.add_argument
+    add("--size", default="124m", choices=list(SIZES), help="the model; the other defaults go by it")
+    add("--short", dest="size", action="store_const", const="short", help="a small model, few rounds")
+    add("--rounds", type=int, default=0, help="rounds of every way; 0 is 2 to 12, by the size")
+    add("--saves", type=int, default=0, help="saves whose memory is measured; 0 is 1 to 10, by the size")
+    add("--ways", default="", help="which ways, none among them; fewer than all write save-part.*")
+    add("--run.device", dest="device", choices=("cpu", "cuda"), default="cpu")
+    add("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
+    add("--place", default="", help="folder for checkpoints; empty makes one and removes it")
+    add("--out", default=str(ROOT / "bench" / "results"))
     options = parser.parse_args(argv)
     size = SIZES[options.size]
     options.ways = options.ways.split(",") if options.ways else [*WAYS]

@@ -26,11 +26,12 @@ from bench.peers.roster import ROSTER, absent, ready, settings
 from bench.peers.team import Team, TeamError
 from bench.peers.work import WORKS, Place
 from fsdp.base import devices
+from fsdp.run.job import flops_per_sample, meta_model
 
 PIECES = (("tiny", 2), ("tiny", 4), ("vit", 2), ("vit", 4), ("decoder", 2), ("decoder", 4), ("100m", 2))
-ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1), ("1b8-cuda", 1))
+ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1), ("1b8-cuda", 1), ("hf-cuda", 1))
 NEEDED = ("ours",)
-TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 10, "1b-cuda": 10, "1b8-cuda": 10}
+TURN = {"tiny": 20, "hf-tiny": 4, "vit": 4, "decoder": 2, "100m": 1} | {work: 10 for work, _ in ON_CUDA}
 """Steps of a turn."""
 SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
 UNTIMED = 10
@@ -87,7 +88,8 @@ def started(teams: dict[str, Team], bound: float, left_out: list[str] | None) ->
     for name in sorted(teams, key=lambda name: name != base):
         try:
             losses = teams[name].steps(WARM)["losses"]
-            check_same(name, losses, seen[base].losses if seen else losses, bound, base)
+            most = ROSTER[name].bound or bound
+            check_same(name, losses, seen[base].losses if seen else losses, most, base)
         except (TeamError, OtherWork) as error:
             if left_out is None or name in (base, *NEEDED):
                 raise
@@ -155,16 +157,8 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
                 _peak(row),
             ]
         )
-    columns = [
-        "",
-        f"{unit}/s",
-        "step ms",
-        "processor ms a rank",
-        "ours/its throughput",
-        "ours/its processor",
-        "peak MiB a rank",
-    ]
-    return tables.table(columns, lines)
+    columns = f",{unit}/s,step ms,processor ms a rank,ours/its throughput,ours/its processor,peak MiB a rank"
+    return tables.table(columns.split(","), lines)
 
 
 def _peak(row: dict[str, Any]) -> str:
@@ -235,19 +229,14 @@ def _cuda() -> bool:
 
 
 def mfu(work: str, per_s: float) -> float | None:
-    """Over the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers ·
-    width · length.
-    """
+    """Over the device's dense bf16 rate, as a run counts it."""
     import torch
 
     if not WORKS[work].cuda:
         return None
     device = devices.find(torch.cuda.get_device_name())
     job = Place(WORKS[work], 0, 1).job
-    with torch.device("meta"):
-        model: Any = job.spec.build()
-    width = model.sizes.layers * model.sizes.width * job.data.info.tokens_per_sample
-    operations = 6 * sum(p.numel() for p in model.parameters()) + 12 * width
+    operations = flops_per_sample(meta_model(job.spec), job.data) / job.data.info.tokens_per_sample
     return per_s * operations / (1e12 * device.bf16_tflops) if device is not None else None
 
 
@@ -259,9 +248,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 4 with --short")
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
-    parser.add_argument(
-        "--no-memory", action="store_true", help="leave out the second start of each, for memory"
-    )
+    parser.add_argument("--no-memory", action="store_true", help="without the second start of each")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     if options.work:

@@ -72,8 +72,11 @@ def to_meta(model: nn.Module) -> None:
             setattr(model.get_submodule(owner), last, model.get_parameter(kept))
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """In fp32: of bf16 logits the loss would be bf16 too, whose neighbours are 0.06 apart at 10."""
+def cross_entropy(logits: Any, targets: Tensor) -> Tensor:
+    """In fp32: of bf16 logits the loss would be bf16 too, whose neighbours are 0.06 apart at 10. A model of
+    transformers returns them within an output.
+    """
+    logits = getattr(logits, "logits", logits)
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 

@@ -24,6 +24,8 @@ class Entry:
     shards: bool = True
     one_rank: bool = False
     """It runs at one rank alone."""
+    bound: float = 0.0
+    """Most by which its first losses differ from the others'; 0 is what the work allows."""
 
     @property
     def python(self) -> Path:
@@ -43,6 +45,7 @@ ROSTER = {
     "ours": Entry("shardrun"),
     "bare-loss": Entry("bare loop with a compiled loss", "bench.peers.bare:BareLoss"),
     "whole": Entry("whole compile without FSDP", "bench.peers.whole:Whole", one_rank=True),
+    "ours-fp8": Entry("shardrun in fp8", flags=("--speed.float8", "tensorwise"), one_rank=True, bound=8e-2),
     "expert": Entry("bare loop with an expert's idioms", "bench.peers.expert:Expert"),
     "tutorial": Entry("PyTorch's FSDP2 tutorial", "bench.peers.tutorial:Tutorial"),
     "accelerate": Entry("Accelerate, FSDP2", "bench.peers.hf_accelerate:Accelerate", "accelerate"),

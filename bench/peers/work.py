@@ -8,8 +8,10 @@ background.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,11 +71,15 @@ def decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[s
 
 
 _ON_CUDA = (
-    "--model.name", "transformer", "--data.args.kind", "tokens", "--precision.param", "bf16",
-    "--speed.compile", "true",
-    "--run.log_every_steps", "10",
+    "--data.args.kind", "tokens", "--precision.param", "bf16", "--speed.compile", "true",
+    "--run.log_every_steps", "10", "--model.name",
 )  # fmt: skip
 """Ours looks at its numbers when it prints: a turn on a device is a multiple of ten steps."""
+
+_LLAMA = (f"hf:{Path(__file__).with_name('llama-1.1b')}", "--model.weights", "none")
+_SMALL = (
+    "hidden_size 64 intermediate_size 176 num_hidden_layers 2 num_attention_heads 4 num_key_value_heads 2"
+)
 
 WORKS = {
     "tiny": Work(
@@ -94,18 +100,29 @@ WORKS = {
     ),
     "124m-cuda": Work(
         "124m-cuda", "decoder, preset 124m, 1024 tokens × 32, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "124m", "--data.seq_len", "1024", "--train.global_batch", "32"),
-        "tokens", cuda=True,
+        (*_ON_CUDA, "transformer", "--model.preset", "124m", "--data.seq_len", "1024",
+         "--train.global_batch", "32"), "tokens", cuda=True,
     ),
     "1b-cuda": Work(
         "1b-cuda", "decoder, preset 1b, 2048 tokens × 4, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "4"), "tokens",
-        cuda=True,
+        (*_ON_CUDA, "transformer", "--model.preset", "1b", "--data.seq_len", "2048",
+         "--train.global_batch", "4"), "tokens", cuda=True,
     ),
     "1b8-cuda": Work(
         "1b8-cuda", "decoder, preset 1b, 2048 tokens × 8, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens",
-        cuda=True,
+        (*_ON_CUDA, "transformer", "--model.preset", "1b", "--data.seq_len", "2048",
+         "--train.global_batch", "8"), "tokens", cuda=True,
+    ),
+    "hf-cuda": Work(
+        "hf-cuda", "transformers' Llama, 1.1B parameters, 2048 tokens × 8, bf16, compiled",
+        (*_ON_CUDA, *_LLAMA, "--data.args.vocab_size", "32000", "--data.seq_len", "2048",
+         "--train.global_batch", "8"), "tokens", cuda=True,
+    ),
+    "hf-tiny": Work(
+        "hf-tiny", "the same, 4.2M parameters",
+        ("--model.name", *_LLAMA, *re.sub(r"([a-z]\w+)", r"--model.args.\1", _SMALL).split(),
+         "--data.args.kind", "tokens", "--data.args.vocab_size", "32000", "--data.seq_len", "8",
+         "--train.global_batch", "8"), "tokens",
     ),
 }  # fmt: skip
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from bench import gpu
+from bench.gpu_parts import Part
 
 ROOT = Path(gpu.__file__).parents[1]
 
@@ -36,6 +39,30 @@ def battery(tmp_path: Path, only: str = "") -> dict[str, tuple[str, str]]:
     assert not failed, failed
     assert ran.returncode == 0, ran.stderr
     return rows
+
+
+def test_a_part_that_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
+    part = dataclasses.replace(gpu.PARTS[0], limit_s=0.5)
+    row = gpu.run_part(part, "cpu", tmp_path, tmp_path)
+    assert row.result == gpu.FAILED
+    assert row.about == "ended after 0 s, its limit; its log is empty"
+
+
+def test_parts_that_share_the_device_run_beside_each_other_and_then_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, ran = threading.Barrier(2), list[str]()
+
+    def run_part(part: Part, *_: object) -> gpu.Row:
+        if not part.alone:
+            together.wait(30)
+        ran.append(part.name)
+        return gpu.Row(part.name, part.claim, gpu.PASSED, "", 0.0)
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    parts = [next(part for part in gpu.PARTS if part.name == name) for name in ("states", "saves", "syncs")]
+    assert len(gpu.run_all(parts, "cuda", tmp_path, at_once=2)) == 3
+    assert ran[2] == "states"
 
 
 @pytest.mark.slow

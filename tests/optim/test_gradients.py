@@ -4,6 +4,8 @@ whole model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,6 @@ def test_a_norm_below_the_bound_changes_nothing() -> None:
     gradients = Gradients([parameter], None)
     gradients.clip(1.0, gradients.norm())
     assert torch.equal(parameter.grad, torch.full((4,), 0.1))
+    kernel: Any = torch.optim.AdamW([parameter])
+    gradients.clip(1.0, gradients.norm(), kernel)
+    assert kernel.grad_scale == 1
