@@ -326,9 +326,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     parts = chosen(parser, options.only)
     if options.device == "cuda" and not _cuda():
-        print(
-            "bench.gpu: no CUDA device is here. HINT: python -m bench.gpu --run.device cpu", file=sys.stderr
-        )
+        told = "bench.gpu: no CUDA device is here. HINT: python -m bench.gpu --run.device cpu"
+        print(told, file=sys.stderr)
         return 2
     name = device_name(options.device)
     if options.resume:
@@ -336,13 +335,8 @@ def main(argv: Sequence[str]) -> int:
         parts = [part for part in parts if part.name not in over]
     signal.signal(signal.SIGTERM, _interrupted)
     write([_not_reached(part) for part in parts], name, options.results)
-    rows = run_all(
-        parts,
-        options.device,
-        options.results.absolute(),
-        lambda row: write([row], name, options.results),
-        at_once(options.device),
-    )
+    results, most = options.results.absolute(), at_once(options.device)
+    rows = run_all(parts, options.device, results, lambda row: write([row], name, results), most)
     print(f"\n{write(rows, name, options.results)}")
     return int(any(row.result in (FAILED, NOT_RUN) for row in rows))
 

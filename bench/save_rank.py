@@ -101,8 +101,8 @@ class Bench:
         self.held_s = 0.0
         self.saved = 0
 
-    def _checkpointer(self) -> Checkpointer:
-        section = CheckpointSection(dir=str(self.place / "ours"), keep_last=1)
+    def _checkpointer(self, folder: str = "ours") -> Checkpointer:
+        section = CheckpointSection(dir=str(self.place / folder), keep_last=1)
         return Checkpointer(section, self.place, self.env, self.sizes, config_hash="bench")
 
     def _build(self, size: Size, seed: int) -> TrainState:
@@ -225,14 +225,7 @@ class Bench:
         cache.
         """
         gc.collect()
-        fresh = Checkpointer(
-            CheckpointSection(dir=str(self.place / "memory"), keep_last=1),
-            self.place,
-            self.env,
-            self.sizes,
-            config_hash="bench",
-        )
-        before, peaks = own_memory(), []
+        fresh, before, peaks = self._checkpointer("memory"), own_memory(), []
         for _ in range(saves):
             self.state.step += 1
             processes.reset_peak_memory()

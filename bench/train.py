@@ -146,17 +146,10 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
     lines, unit = [], WORKS[work].unit
     for row in found:
         over, cpu = row.get("ours_over_it"), row.get("cpu_over_it")
-        lines.append(
-            [
-                ROSTER[row["name"]].label,
-                tables.spread(row["per_s"]) + _share(work, row["per_s"]),
-                f"{statistics.median(row['step_ms']):.1f}",
-                f"{statistics.median(row['cpu_ms']):.1f}",
-                over.judged() if over else "",
-                cpu.judged(more_is_better=False) if cpu else "",
-                _peak(row),
-            ]
-        )
+        cells = [ROSTER[row["name"]].label, tables.spread(row["per_s"]) + _share(work, row["per_s"])]
+        cells += [f"{statistics.median(row[times]):.1f}" for times in ("step_ms", "cpu_ms")]
+        cells += [over.judged() if over else "", cpu.judged(more_is_better=False) if cpu else ""]
+        lines.append([*cells, _peak(row)])
     columns = f",{unit}/s,step ms,processor ms a rank,ours/its throughput,ours/its processor,peak MiB a rank"
     return tables.table(columns.split(","), lines)
 

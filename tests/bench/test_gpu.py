@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu
-from bench.gpu_parts import Part
+from bench import gpu, plan_cuda
+from bench.gpu_parts import Part, fake_ranks
+from bench.gpu_runs import Bench, Failed, Ran
 
 ROOT = Path(gpu.__file__).parents[1]
 
@@ -63,6 +64,26 @@ def test_parts_that_share_the_device_run_beside_each_other_and_then_one_alone(
     parts = [next(part for part in gpu.PARTS if part.name == name) for name in ("states", "saves", "syncs")]
     assert len(gpu.run_all(parts, "cuda", tmp_path, at_once=2)) == 3
     assert ran[2] == "states"
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_rank_of_a_fake_group_has_a_row_of_each_model_and_never_waits(
+    waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worlds = [("8b", 8), ("8b", 64), ("8b", 512), ("70b", 64)]
+    planned, seen = plan_cuda.Peaks(1 << 30, 2 << 30), plan_cuda.Peaks(1 << 30, 1 << 30)
+    rows = [plan_cuda.Row(plan_cuda.recipe(*world), planned, seen, 0.5, waits) for world in worlds]
+    text = "\n".join(plan_cuda.table(rows, "here"))
+    assert "+1024 MiB, +100.00%" in text
+    monkeypatch.setattr(Bench, "tool", lambda *_, **__: Ran(0, text, tmp_path, 1.0))
+    bench = Bench("cuda", tmp_path, tmp_path)
+    if waits:
+        with pytest.raises(Failed, match=r"the host waits in a step.*70b, 64 ranks"):
+            fake_ranks(bench)
+    else:
+        assert [name.partition(" ranks")[0] for name in fake_ranks(bench)] == [
+            f"{preset}, {ranks}" for preset, ranks in worlds
+        ]
 
 
 @pytest.mark.slow
