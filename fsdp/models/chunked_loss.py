@@ -10,6 +10,12 @@ Forward and backward of 2048 tokens of width 512 and 32,000 classes on one CPU c
 largest bytes beside the arguments: whole 3.9 s and 813 MiB in fp32, 4.1 s and 781 MiB in bf16; chunks of 256
 4.3 s and 227 MiB, 2.7 s and 192 MiB. torch.nn.functional.linear_cross_entropy, which torch has from 2.13 on,
 takes 7.6 s and 133 MiB in fp32 with its own choice of chunks, 5.2 s with batch_chunk_size 256.
+
+Inductor's count of a compiled chunk is 16 bytes a logit in fp32 and 8 in bf16. Whole logits (loss.py) move as
+many in forward and backward; with the gradient in forward, which backward multiplies by the loss's own, they
+would move 24 and 12 (torch 2.13, 512 × 8192 logits), so that loss has its gradient in backward. torch's
+addmm(out_dtype=), which would add bf16 products to an fp32 sum, is for CUDA alone, and some versions refuse
+an fp32 input.
 Not here: which targets are masked (loss.py).
 """
 
@@ -171,23 +177,22 @@ def _part(
     logits: Tensor, targets: Tensor, into: Tensor | None, z_loss: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The loss of a chunk, whose targets' losses `into` keeps; what `z_loss` adds to it; and its gradient by
-    the logits.
+    the logits, in which rows without a target are to be masked.
     """
     scores = F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))
     reduction = "sum" if into is None else "none"
     loss = F.nll_loss(scores, targets, reduction=reduction, ignore_index=IGNORED)
     loss = loss if into is None else into.copy_(loss).sum()
-    counted = (targets != IGNORED).unsqueeze(-1)
     classes = targets.unsqueeze(-1).clamp(min=0)
-    # Before the scores are overwritten.
-    normalizers = logits.gather(-1, classes) - scores.gather(-1, classes) if z_loss else None
-    gradient = scores.exp_()
-    extra = None
-    if normalizers is not None:
-        extra = z_loss * normalizers.masked_fill(~counted, 0.0).square().sum()
-        gradient.mul_(1 + 2 * z_loss * normalizers)
-    gradient.scatter_add_(-1, classes, torch.full_like(classes, -1, dtype=gradient.dtype))
-    return loss, extra, gradient.mul_(counted).to(logits.dtype)
+    # Of the targets alone, before the scores are overwritten: compiled, all gradients are one pass.
+    at_target = scores.gather(-1, classes)
+    own, gradient, extra = at_target.exp(), scores.exp_(), None
+    if z_loss:
+        normalizers = logits.gather(-1, classes) - at_target
+        extra = z_loss * normalizers.masked_fill((targets == IGNORED).unsqueeze(-1), 0.0).square().sum()
+        factor = 1 + 2 * z_loss * normalizers
+        own, gradient = own * factor, gradient.mul_(factor)
+    return loss, extra, gradient.to(logits.dtype).scatter_(-1, classes, (own - 1).to(logits.dtype))
 
 
 class _Summed(torch.autograd.Function):
@@ -208,18 +213,20 @@ class _Summed(torch.autograd.Function):
         wide = _wide(weight.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         by_hidden = torch.empty_like(hidden) if wants_hidden else None
-        by_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        by_weight = torch.empty_like(weight, dtype=wide) if wants_weight else None
         by_bias = torch.zeros(len(weight), dtype=wide, device=weight.device) if wants_bias else None
         losses, at = [], 0
         for rows, wanted, into in _chunks(hidden, targets, each, sizes):
             loss, extra, gradient = part(F.linear(rows, weight, bias), wanted, into, z_loss)
             losses += [loss] if extra is None else [loss, extra]
+            # On the side of few columns: a pass over all classes less.
+            masked = (wanted == IGNORED).unsqueeze(-1)
             if by_hidden is not None:
-                torch.mm(gradient, weight, out=by_hidden[at : at + len(rows)])
+                torch.mm(gradient, weight, out=by_hidden[at : at + len(rows)]).masked_fill_(masked, 0)
             if by_weight is not None:
-                _add_product(by_weight, gradient, rows)
+                _add_product(by_weight, gradient, rows.masked_fill(masked, 0), first=not at)
             if by_bias is not None:
-                by_bias += gradient.sum(0, dtype=wide)
+                by_bias += gradient.masked_fill_(masked, 0).sum(0, dtype=wide)
             at += len(rows)
         # Not saved for backward: hooks on saved tensors would move them to the host.
         ctx.gradients = (by_hidden, by_weight, by_bias)
@@ -231,19 +238,32 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "a second backward through the same loss"
-        by_input = [None if own is None else own.mul_(gradient).to(ctx.dtype) for own in gradients]
+        by_input = [None if own is None else _scaled(own, gradient, ctx.dtype) for own in gradients]
         return (*by_input, None, None, None, None, None)
 
 
-def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """Adds gradientᵀ · rows. In low precision a product rounds once a chunk, and the sum does not."""
+def _add_product(total: Tensor, gradient: Tensor, rows: Tensor, *, first: bool) -> None:
+    """Adds gradientᵀ · rows to a sum, or begins it. In low precision a product rounds once a chunk, and the
+    sum does not.
+    """
     if total.dtype == rows.dtype:
-        total.addmm_(gradient.t(), rows)
+        total.addmm_(gradient.t(), rows, beta=0 if first else 1)
         return
     # In pieces: a whole product in low precision would add half of the sum's bytes.
     for piece, columns in zip(total.split(PIECE), gradient.split(PIECE, dim=1), strict=True):
-        piece += columns.t() @ rows
+        product = columns.t() @ rows
+        piece.copy_(product) if first else piece.add_(product)
+
+
+def _scaled(own: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """own · factor, rounded once. In pieces: on a CPU a product in another dtype has a copy in its own."""
+    if own.dtype == dtype:
+        return own.mul_(factor)
+    scaled = torch.empty_like(own, dtype=dtype)
+    for piece, out in zip(own.split(PIECE), scaled.split(PIECE), strict=True):
+        torch.mul(piece, factor, out=out)
+    return scaled
 
 
 PIECE = 16_384
-"""Classes whose gradient is computed at once in low precision."""
+"""Classes whose gradient is computed, or scaled, at once in low precision."""

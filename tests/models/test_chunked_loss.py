@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base.errors import ConfigError
+from fsdp.models import chunked_loss
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.models.transformer import Transformer, TransformerSizes
+from tests.models.test_transformer import Bytes
 
 SIZES = TransformerSizes(vocab_size=37, width=16, layers=1, heads=2, max_seq_len=9)
 TOKENS = torch.randint(0, 37, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -127,6 +130,25 @@ def test_logits_never_exist_whole() -> None:
     logits = 2 * 256 * 4096 * 4
     assert peak(0) > 2 * logits
     assert peak(32) < logits / 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 28)])
+def test_a_gradient_passes_over_its_logits_as_seldom_as_it_can(dtype: torch.dtype, size: int) -> None:
+    """log_softmax reads and writes, exp reads and writes; bf16 is widened before and rounded after them."""
+    logits = torch.randn(27, 4096, dtype=dtype)
+    with Bytes() as counted:
+        chunked_loss._part(logits, TARGETS.view(-1), None, 0.0)
+    assert size <= counted.moved / (27 * 4096) < size + 0.1
+
+
+def test_low_precision_rounds_the_sum_of_all_chunks() -> None:
+    """In pieces of the classes or not."""
+    (_, exact), model = gradients(transformer(), 5), transformer().bfloat16()
+    with mock.patch.object(chunked_loss, "PIECE", 16):
+        _, pieces = gradients(transformer().bfloat16(), 5)
+    whole = gradients(model, 5)[1]
+    assert all(torch.equal(pieces[name], grad) for name, grad in whole.items())
+    assert float((whole["head.weight"] - exact["head.weight"]).norm() / exact["head.weight"].norm()) < 0.02
 
 
 # ---------------------------------------------------------------- refusals
