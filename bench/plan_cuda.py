@@ -6,6 +6,8 @@
                                            one rank, --rank, of recipes/llama-8b.toml and of a 70B model in a
                                            fake process group of so many: collectives do nothing, all else is
                                            real
+    python -m bench.plan_cuda --then       needs no device: the 8 cases whose plans were measured on an H100,
+                                           planned then (results/plan_then.json) and now, into plan_then.md
 
 max_memory_allocated is compared with the plan's tensors, max_memory_reserved with the plan's reserved memory.
 cuBLAS's workspaces are part of the counters and not of a plan: they are made small, unless the environment
@@ -29,6 +31,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,6 +184,31 @@ def table(rows: list[Row], where: str) -> list[str]:
     return lines
 
 
+def then_and_now(then: dict[str, Any]) -> list[str]:
+    """The device's bytes were not kept, only its errors: what is implied for now holds if its worst case, or
+    its median, is that of the plans' change.
+    """
+    lines = [f"# Eight plans of {then['planned at']}, measured on {then['measured']}, and planned now", ""]
+    lines += [
+        "| run | allocated, MiB: then | now | then above now | reserved, MiB: then | now | then above now |",
+        "|---" * 7 + "|",
+    ]
+    changes: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    for case, before in zip(draw(random.Random(7), 8), then["planned"], strict=True):
+        now, cells = asdict(planned(case)), [str(case)]
+        for name, change in changes.items():
+            change.append(before[name] / now[name] - 1)
+            cells += [f"{size[name] / 2**20:.1f}" for size in (before, now)] + [f"{change[-1]:+.2%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    for name, change in changes.items():
+        for kind, above in (("median", statistics.median(change)), ("worst", max(change))):
+            off = then["errors"][name][kind] / 100
+            implied = f"; if it is of that case, now is {(1 + off) / (1 + above) - 1:+.2%} off"
+            lines += ["", f"{name}, {kind}: then is {above:.2%} above now; the device found it {off:.2%} off"]
+            lines[-1] += f"{implied if name == 'allocated' else ''}."
+    return [*lines, "", then["reserved"]]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,7 +218,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--worlds", default="", help="models and numbers of ranks, of which one is real")
     parser.add_argument("--rank", type=int, default=0, help="that one")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--then", action="store_true", help="the measured plans of earlier beside today's")
     given = parser.parse_args(argv)
+    if given.then:
+        lines = then_and_now(json.loads((RESULTS / "plan_then.json").read_text(encoding="utf-8")))
+        (given.results / "plan_then.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return 0
     if not torch.cuda.is_available():
         told = "bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU"
         print(told, file=sys.stderr)

@@ -97,13 +97,16 @@ def uses_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     """
     return (
         device.type == "cuda"
-        and dtype in VARLEN_DTYPES
-        and varlen_kernel() is not None
+        and fits_varlen(dtype, head_dim)
         and torch.backends.cuda.flash_sdp_enabled()
-        and head_dim % 8 == 0
-        and head_dim <= VARLEN_HEAD_DIM
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def fits_varlen(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernel takes them, on a device that has it."""
+    fits = dtype in VARLEN_DTYPES and head_dim % 8 == 0 and head_dim <= VARLEN_HEAD_DIM
+    return fits and varlen_kernel() is not None
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ samples of the model's own kind are used, with a note.
 
 A plan's fake tensors are a CPU's. For a CUDA device the operators that keep other tensors there have
 stand-ins: a CPU's rms_norm decomposes and keeps two copies in fp32, its dropout keeps a mask in the input's
-type, and the eager cross entropy keeps more than the compiled one. Not here: what a trace means.
+type, its attention with dropout keeps the probabilities, packed rows have a mask, and the eager cross entropy
+keeps more than the compiled one. Not here: what a trace means.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
 from fsdp.distributed.collectives import tensors_in
 from fsdp.distributed.mesh import MeshSizes, build_mesh
-from fsdp.models import ModelSpec, to_empty, transformer, vision
+from fsdp.models import ModelSpec, packed, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.hf import group_experts, resolve_folder
 from fsdp.models.loss import LossFunction, load_loss, summed_entropy
-from fsdp.models.registry import PREFIX, blame
+from fsdp.models.registry import POSITIONS, PREFIX, blame
 from fsdp.models.units import blocks_of
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
@@ -227,8 +228,27 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return _Kernel.apply(compute, input, None) if training and 0 < p < 1 else input
 
 
-STAND_INS = {"rms_norm": _rms_norm, "dropout": _dropout}
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, *more: Any,
+               **named: Any) -> Tensor:  # fmt: skip
+    """The fused kernels keep a seed for dropout, where a CPU keeps [length, length] probabilities."""
+    return _ON_A_CPU(query, key, value, attn_mask, 0.0, *more, **named)
+
+
+_ON_A_CPU = F.scaled_dot_product_attention
+STAND_INS = {"rms_norm": _rms_norm, "dropout": _dropout, "scaled_dot_product_attention": _attention}
 """Functions of torch.nn.functional, as modules and models call them."""
+
+
+def _bounds(starts: Tensor) -> Tensor:
+    """Those of one document a row: how many there are is a value. Attention's time is then the longest."""
+    return torch.empty(len(starts) + 1, dtype=torch.int32)
+
+
+PACKED = {
+    "uses_varlen": lambda _, dtype, head_dim: packed.fits_varlen(dtype, head_dim),
+    "document_bounds": _bounds,
+}
+"""Functions of fsdp.models.packed."""
 
 
 # ---------------------------------------------------------------- the fake world
@@ -304,8 +324,9 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
     )
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)
-    stand_ins = STAND_INS if ask.device == "cuda" else {}
-    with fake_world(ask.sizes, ask.rank) as mesh, mock.patch.dict(vars(F), stand_ins):
+    stand_ins, of_rows = (STAND_INS, PACKED) if ask.device == "cuda" else ({}, {})
+    in_place = mock.patch.dict(vars(F), stand_ins), mock.patch.dict(vars(packed), of_rows)
+    with fake_world(ask.sizes, ask.rank) as mesh, in_place[0], in_place[1]:
         sharded = shard_model(model, sharding_of(plain, ask.sizes, CPU), mesh)
         with fake_forward():  # the model comes from meta
             to_empty(sharded.root, CPU)
@@ -399,6 +420,8 @@ def subject_of(model: ModelSection, data: DataSection) -> Subject:
         spec = resolve_model(model, dataset.info.facts)
         batch = dataset.train.batch(np.arange(1))
         sample = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
+        if note and model.name == "transformer" and data.args.get("rows") == "packed":
+            sample[POSITIONS] = sample["inputs"]
         _KNOWN[key] = Subject(spec, sample, dataset.info.tokens_per_sample, note)
     return _KNOWN[key]
 

@@ -51,6 +51,7 @@ HOST_KINDS = ("parameters", "gradients", "optimizer")
 POOLS = ("gather pool", "reduce pool")
 """Of the tensors on a CUDA device, those that FSDP allocates on its streams, in pools of their own."""
 MAIN_POOL = itertools.repeat(0)
+ATTENTION = ("scaled_dot_product", "flash_attention", "varlen_attn")
 COLUMNS = (*KINDS, *POOLS)
 COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -103,6 +104,8 @@ class _Memory:
     """What a compiler computes it from again; None: from a product, or from outside."""
     of_product: bool = False
     """An operand or the result of a product or of attention."""
+    cast: tuple[Any, ...] = ()
+    """Of a copy in another dtype: its source, the part of it, and the dtype."""
     exists: bool = True
 
 
@@ -233,12 +236,12 @@ class Tracker(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor], new: int) -> None:
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         moved = sum(map(_extent, inputs)) + (new or _written(func, args))
-        attends = any(name in schema(func).name for name in ("scaled_dot_product", "flash_attention"))
+        attends = any(name in schema(func).name for name in ATTENTION)
         if attends or func.overloadpacket in flop_registry:
             for memory in map(self._see, (*inputs, *outputs)):
                 memory.of_product = True
         if attends:
-            heads = next(tensor.shape[-1] for tensor in inputs if tensor.dim() == 4)
+            heads = next(tensor.shape[-1] for tensor in inputs if tensor.dim() >= 3)
             self._row("attention", heads, _attention_flops(func, args, kwargs), moved)
         elif func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
@@ -246,6 +249,9 @@ class Tracker(TorchDispatchMode):
         else:
             widest = max((t.element_size() for t in inputs or outputs), default=4)
             self._row("pointwise", widest, 0, moved, self._fused_bytes(inputs, outputs if new else ()))
+            if new and schema(func).name == "aten::_to_copy":
+                part = inputs[0].storage_offset(), outputs[0].shape, outputs[0].dtype
+                self._see(outputs[0]).cast = (self._see(inputs[0]), *part)
 
     def _fused_bytes(self, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> int:
         """Bytes that a fused kernel still reads of this operation: inputs that the run of pointwise
@@ -296,7 +302,8 @@ class Tracker(TorchDispatchMode):
     @contextlib.contextmanager
     def compiled(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Context of a compiled block. For backward it keeps its inputs, operands and results of products,
-        and what no fused kernel computes again from those, as torch's partitioner does by default.
+        and what no fused kernel computes again from those, as torch's partitioner does by default. Of equal
+        casts, as autocast makes one for each product, it keeps one.
         """
         saved = list[list[Any]]()
 
@@ -319,13 +326,21 @@ class Tracker(TorchDispatchMode):
                 )
             return known[memory]
 
+        casts = dict[Any, Tensor]()
+        for holder in saved:
+            if cast := self._see(holder[0]).cast:
+                holder[0] = casts.setdefault((*cast, holder[0].shape), holder[0])
         holders = [(holder, self._see(holder[0])) for holder in saved]
         known |= {memory: True for _, memory in holders if memory.of_product}
         for holder, memory in holders:
             if known.get(memory) and (memory.of_product or memory.sources is None):
                 continue
-            if memory.sources is not None and computed_again(memory):
-                holder[:] = holder[0].shape, holder[0].dtype, inputs
+            if memory.sources is not None:
+                lacking = [source for source in memory.sources if not computed_again(source)]
+                if (size := sum(source.size for source in lacking)) < memory.size:
+                    kept = torch.empty(size, dtype=torch.uint8)  # the smaller results, in its place
+                    holder[:] = holder[0].shape, holder[0].dtype, inputs, kept
+                    known |= dict.fromkeys(lacking, True)
             known[memory] = True
 
     # ------------------------------------------------------------ FSDP's own events
@@ -408,13 +423,14 @@ def _written(func: Any, args: Any) -> int:
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Two products forward, five backward (scores are recomputed); a causal mask halves each."""
+    """Two products forward, five backward (scores are recomputed); a causal mask halves each. Packed rows
+    are [tokens, heads, width], of documents of equal length.
+    """
     backward = "backward" in schema(func).name
-    tensors = [t for t in tensors_in(args) if t.dim() == 4]
-    query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
-    scores = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * query.shape[3]) * 2
     named = {a.name: v for a, v in zip(schema(func).arguments, args, strict=False)} | kwargs
-    return scores * (5 if backward else 2) * (0.5 if named.get("is_causal") else 1.0)
+    query, key, *_ = [t for t in tensors_in(args) if t.dim() >= 3][int(backward) :]
+    keys = key.shape[2] if key.dim() == 4 else key.shape[0] / (len(named["cu_seq_q"]) - 1)
+    return 2.0 * query.numel() * keys * (5 if backward else 2) * (0.5 if named.get("is_causal") else 1.0)
 
 
 # ---------------------------------------------------------------- CUDA's allocator

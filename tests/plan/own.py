@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -39,6 +40,25 @@ class Dropping(Words):
         for block in self.blocks:
             if not (self.training and torch.rand([]) < 0.1):
                 x = block(x)
+        return self.head(x)
+
+
+class Attending(Words):
+    """Attention with dropout, as transformers' models."""
+
+    def __init__(self, vocab_size: int, width: int, layers: int, dropout: float) -> None:
+        super().__init__(vocab_size, width, layers)
+        self.dropout = dropout
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            heads = block(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            x = (
+                F.scaled_dot_product_attention(heads, heads, heads, None, self.dropout)
+                .transpose(1, 2)
+                .flatten(2)
+            )
         return self.head(x)
 
 

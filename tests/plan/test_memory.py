@@ -4,13 +4,19 @@ them.
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
+import torch
+import torch.nn.functional as F
 
 from fsdp.config import load
+from fsdp.models.transformer import Block, Rotary, TransformerSizes
 from fsdp.plan import fake_step
 from fsdp.plan.estimate import Memory, notes
 from fsdp.plan.fake_step import subject_of
-from fsdp.plan.trace import MIB, packing
+from fsdp.plan.trace import COLUMN, MIB, Tracker, packing
 from tests.plan.asked import GIB, SMALL, plan
 from tests.support.marks import quick_are
 
@@ -149,3 +155,72 @@ def test_cudas_formulas_keep_less_than_a_cpus(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fake_step, "STAND_INS", {})
     as_on_a_cpu = on_one_gpu("--speed.compile", "false", "--data.seq_len", "96")
     assert compiled.kinds["activations"] < eager.kinds["activations"] < as_on_a_cpu.kinds["activations"]
+
+
+def test_attention_keeps_no_probabilities_for_dropout() -> None:
+    """CUDA's kernels keep a seed. A CPU takes the formula, and keeps length × length for each head."""
+    words = (
+        *(
+            "--model.name",
+            "tests.plan.own:Attending",
+            "--data.args.vocab_size",
+            "64",
+            "--data.seq_len",
+            "256",
+        ),
+        *("--speed.compile", "false", "--model.args.dropout"),
+    )
+    without, dropping = (kinds(*words, p)["activations"] for p in ("0", "0.1"))
+    assert dropping == without
+    assert kinds(*words, "0.1", "--plan.gpu", "cpu")["activations"] > without + 2 * 4 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize("how", ["true", "false"])
+def test_packed_rows_have_no_mask(how: str) -> None:
+    """In half precision attention gets the documents one by one: nothing grows with the length's square."""
+    common = ("--speed.compile", how, "--model.args.vocab_size", "256", "--model.args.max_seq_len", "8192")
+    rows = ("--data.name", "documents", "--data.dir", "/nowhere", "--data.args.rows", "packed")
+    long, short = (
+        on_one_gpu(*common, *rows, "--data.seq_len", n).kinds["activations"] for n in ("8192", "4096")
+    )
+    assert long == pytest.approx(2 * short, rel=0.01)
+    config = load([*SMALL, *rows])
+    assert "position_ids" in subject_of(config.model, config.data).sample
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_compiled_block_keeps_what_torchs_partitioner_keeps(autocast: bool, dropout: float) -> None:
+    """With autocast, as in DDP, the residual stream is fp32, and each product casts its operand."""
+
+    def kept(compiled: bool) -> int:
+        torch.manual_seed(0)
+        block = Block(TransformerSizes(width=64, heads=4, ffn=128, dropout=dropout))
+        x, rotary = torch.randn(4, 32, 64), Rotary(torch.randn(32, 8), torch.randn(32, 8))
+        if not autocast:
+            block, x = block.bfloat16(), x.bfloat16()
+        tracker, saved = Tracker(), list[torch.Tensor]()
+        own = [*block.parameters(), x.requires_grad_(), rotary.cos, rotary.sin]
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocast))
+            if compiled:
+                block.compile(backend="aot_eager_decomp_partition")
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+                block(x, rotary)
+                sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+                return sum(sizes.values()) - sum(sizes.get(t.untyped_storage().data_ptr(), 0) for t in own)
+            stack.enter_context(mock.patch.dict(vars(F), fake_step.STAND_INS))
+            stack.enter_context(tracker)
+            for tensor in own:
+                tracker.hold(tensor.detach(), "buffers")
+            with tracker.compiled([x]):
+                y = block(x, rotary)
+        torch.clear_autocast_cache()
+        return tracker._alive[COLUMN["activations"]] - y.nbytes
+
+    assert kept(compiled=False) == pytest.approx(kept(compiled=True), rel=0.01)
