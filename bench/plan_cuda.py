@@ -31,7 +31,6 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,29 +183,21 @@ def table(rows: list[Row], where: str) -> list[str]:
     return lines
 
 
-def then_and_now(then: dict[str, Any]) -> list[str]:
+def then_and_now() -> str:
     """The device's bytes were not kept, only its errors: what is implied for now holds if its worst case, or
     its median, is that of the plans' change.
     """
-    lines = [f"# Eight plans of {then['planned at']}, measured on {then['measured']}, and planned now", ""]
-    lines += [
-        "| run | allocated, MiB: then | now | then above now | reserved, MiB: then | now | then above now |",
-        "|---" * 7 + "|",
-    ]
-    changes: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    then = json.loads((RESULTS / "plan_then.json").read_text(encoding="utf-8"))
+    lines, above = list(then["head"]), dict[str, list[float]](allocated=[], reserved=[])
     for case, before in zip(draw(random.Random(7), 8), then["planned"], strict=True):
         now, cells = asdict(planned(case)), [str(case)]
-        for name, change in changes.items():
+        for name, change in above.items():
             change.append(before[name] / now[name] - 1)
-            cells += [f"{size[name] / 2**20:.1f}" for size in (before, now)] + [f"{change[-1]:+.2%}"]
+            cells += [f"{before[name] / 2**20:.1f}", f"{now[name] / 2**20:.1f}", f"{change[-1]:+.2%}"]
         lines.append(f"| {' | '.join(cells)} |")
-    for name, change in changes.items():
-        for kind, above in (("median", statistics.median(change)), ("worst", max(change))):
-            off = then["errors"][name][kind] / 100
-            implied = f"; if it is of that case, now is {(1 + off) / (1 + above) - 1:+.2%} off"
-            lines += ["", f"{name}, {kind}: then is {above:.2%} above now; the device found it {off:.2%} off"]
-            lines[-1] += f"{implied if name == 'allocated' else ''}."
-    return [*lines, "", then["reserved"]]
+    figures = [of(change) * 100 for change in above.values() for of in (statistics.median, max)]
+    implied = [(100 + off) / (100 + own) * 100 - 100 for off, own in zip(then["off"], figures, strict=True)]
+    return "\n".join([*lines, then["tail"].format(*figures, *then["off"], *implied)]) + "\n"
 
 
 def main(argv: list[str]) -> int:
@@ -221,8 +212,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--then", action="store_true", help="the measured plans of earlier beside today's")
     given = parser.parse_args(argv)
     if given.then:
-        lines = then_and_now(json.loads((RESULTS / "plan_then.json").read_text(encoding="utf-8")))
-        (given.results / "plan_then.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (given.results / "plan_then.md").write_text(then_and_now(), encoding="utf-8")
         return 0
     if not torch.cuda.is_available():
         told = "bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU"
