@@ -232,6 +232,34 @@ class LiveStorages(Generic[Info]):
         self._released(self._known.pop(key)[0])
 
 
+class Pool:
+    """A segment of CUDA's allocator that grows at its end: start → size of each free block. The planner's."""
+
+    def __init__(self, grows_by: int) -> None:
+        self.reserved = 0
+        self._grows_by = grows_by
+        self._free: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        last = next((start for start, free in self._free.items() if start + free == self.reserved), None)
+        # Best fit. The last block can grow, and is taken only if no other fits.
+        fits = [(free, start) for start, free in self._free.items() if free >= size and start != last]
+        start = min(fits)[1] if fits else self.reserved if last is None else last
+        block = self._free.pop(start, 0)
+        if block < size:
+            grown = -(-(size - block) // self._grows_by) * self._grows_by
+            self.reserved, block = self.reserved + grown, block + grown
+        if block > size:
+            self._free[start + size] = block - size
+        return start
+
+    def free(self, start: int, size: int) -> None:
+        """Neighbours that are free become one block."""
+        size += self._free.pop(start + size, 0)
+        before = next((first for first, free in self._free.items() if first + free == start), start)
+        self._free[before] = self._free.pop(before, 0) + size
+
+
 @dataclass
 class _Block:
     """A storage; its kind may be corrected after its release: a reduction's output becomes gradients."""

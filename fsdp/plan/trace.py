@@ -39,7 +39,7 @@ from fsdp.base.torch_private import (
     sharded_gradient,
 )
 from fsdp.distributed.collectives import local_tensor, tensors_in
-from fsdp.memory.account import LiveStorages
+from fsdp.memory.account import LiveStorages, Pool
 
 KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers",
          "communication")  # fmt: skip
@@ -459,31 +459,3 @@ def packing(events: Iterable[tuple[int, int, int]]) -> float:
             alive[stream] += size
             peaks[stream] = max(peaks[stream], alive[stream])
     return sum(pool.reserved for pool in pools.values()) / max(1, sum(peaks.values()))
-
-
-class Pool:
-    """One segment that grows at its end: start → size of each free block."""
-
-    def __init__(self, grows_by: int) -> None:
-        self.reserved = 0
-        self._grows_by = grows_by
-        self._free: dict[int, int] = {}
-
-    def take(self, size: int) -> int:
-        last = next((start for start, free in self._free.items() if start + free == self.reserved), None)
-        # Best fit. The last block can grow, and is taken only if no other fits.
-        fits = [(free, start) for start, free in self._free.items() if free >= size and start != last]
-        start = min(fits)[1] if fits else self.reserved if last is None else last
-        block = self._free.pop(start, 0)
-        if block < size:
-            grown = -(-(size - block) // self._grows_by) * self._grows_by
-            self.reserved, block = self.reserved + grown, block + grown
-        if block > size:
-            self._free[start + size] = block - size
-        return start
-
-    def free(self, start: int, size: int) -> None:
-        """Neighbours that are free become one block."""
-        size += self._free.pop(start + size, 0)
-        before = next((first for first, free in self._free.items() if first + free == start), start)
-        self._free[before] = self._free.pop(before, 0) + size
