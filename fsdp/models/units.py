@@ -52,6 +52,16 @@ def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
     return [module for unit in alike for module in unit if next(module.children(), None) is not None]
 
 
+def norms_beside(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Returns the norms outside of the blocks, layers of vectors alone, as transformers' final RMSNorm;
+    without torch's own, each of which is one kernel.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    layers = [m for m in model.modules() if m not in inside and not [*m.children(), *m.buffers()]]
+    own = [layer for layer in layers if not type(layer).__module__.startswith("torch.")]
+    return [layer for layer in own if {p.dim() for p in layer.parameters()} == {1}]
+
+
 WRAP_HINT = "--mesh.wrap class:NAME says which modules are units"
 
 

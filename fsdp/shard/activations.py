@@ -1,10 +1,11 @@
 """Activation checkpointing: a unit keeps nothing from forward to backward, or the results of matrix products
 and attention (`ops`); or, compiled, what the compiler keeps within a budget.
 
-A unit's forward is replaced on the instance: no wrapper, so no name changes. Its first forward in training is
-checked: backward would repeat what it writes into its own state, and would write into a kept product a second
-time, which torch does not see (`torch.matmul` returns a batched product as a view with a version counter of
-its own). Not here: where kept activations are stored (offload.py).
+A unit's forward is replaced on the instance: no wrapper, so no name changes. A compiled unit is one graph,
+with the recomputation in its backward; where that graph would break, the unit stays eager. An eager one's
+first forward in training is checked: backward would repeat what it writes into its own state, and would write
+into a kept product a second time, which torch does not see (`torch.matmul` returns a batched product as a
+view with a version counter of its own). Not here: where kept activations are stored (offload.py).
 """
 
 from __future__ import annotations
@@ -60,41 +61,43 @@ def apply_activation_checkpointing(
     if not blocks:
         fault = f"--memory.activation_checkpointing {kind} works on units, and this model has none."
         raise ConfigError(fault, WRAP_HINT)
-    more: dict[str, Any] = {}
-    if kind == "ops":
-        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
     for block in blocks[:: memory.activation_checkpointing_every]:
-        forward = _Checked(block, keeps_products=kind == "ops")
-        block.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, forward, use_reentrant=False, **more
-        )
+        block.forward = Recomputed(block, keeps_products=kind == "ops")  # type: ignore[method-assign]
 
 
 def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Checked:
-    """A unit's forward, whose first call in training is refused if backward would change a tensor a second
-    time. Compiled code is not checked.
+class Recomputed:
+    """A unit's forward, which backward calls again. Its first call in training is refused if backward would
+    change a tensor a second time; compiled code is not checked.
     """
 
     def __init__(self, block: nn.Module, *, keeps_products: bool) -> None:
-        self._block, self._forward, self._keeps_products = block, block.forward, keeps_products
+        self.forward = block.forward
+        self._block, self._keeps_products = block, keeps_products
+        self._more: dict[str, Any] = {}
+        if keeps_products:
+            self._more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
         self._class_name = type(block).__name__  # sharding gives it another
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A call, not a partial of torch's function: the compiler skips what begins in torch.utils.checkpoint.
+        return checkpoint(self._checked, *args, use_reentrant=False, **self._more, **kwargs)
+
+    def _checked(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._is_checked or not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         self._is_checked = True
         state = [(name, buffer, writes(buffer)) for name, buffer in self._block.named_buffers()]
         if self._keeps_products:
             with _ProductWrites() as products:
-                out = self._forward(*args, **kwargs)
+                out = self.forward(*args, **kwargs)
             changed = products.written
         else:
-            out, changed = self._forward(*args, **kwargs), ""
+            out, changed = self.forward(*args, **kwargs), ""
         changed = changed or next((name for name, buffer, count in state if writes(buffer) != count), "")
         if changed:
             raise ConfigError(

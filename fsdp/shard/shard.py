@@ -38,7 +38,7 @@ from fsdp.base.torch_private import (
 from fsdp.config import Config, MemorySection, PrecisionSection, SpeedSection, reshard_policy
 from fsdp.distributed.mesh import MeshSizes
 from fsdp.models.init import persistent
-from fsdp.models.units import blocks_of, find_units, has_separate_experts
+from fsdp.models.units import blocks_of, find_units, has_separate_experts, norms_beside
 from fsdp.shard.checks import explained
 from fsdp.shard.compute import (
     Hooks,
@@ -262,9 +262,11 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         from fsdp.shard.activations import apply_activation_checkpointing
 
         apply_activation_checkpointing(units, memory, compiled=job.compiled)
-    compiled_modules = (blocks_of(units) or [model]) if job.compiled else []
+    compiled_modules: list[nn.Module] = []
     if job.compiled:
         set_kernel_folders()
+        blocks = blocks_of(units)
+        compiled_modules = [*blocks, *norms_beside(blocks, model)] if blocks else [model]
     for module in compiled_modules:
         # In place, so names stay; per unit: equal blocks are compiled once, and the graph has no gather.
         module.compile()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection
@@ -47,6 +49,55 @@ def test_the_compiler_keeps_the_budget() -> None:
         assert "forward" not in vars(next(iter(model.blocks)))
     finally:
         functorch.activation_memory_budget = before
+
+
+def compiled(kind: Any, *, around: bool = False) -> tuple[int, int, list[Tensor]]:
+    """Graphs, bytes kept without parameters, and gradients, with the compiler's choice
+    of what is kept, without generated code. `around`: torch's checkpoint around the compiled forward.
+    """
+    torch.compiler.reset()
+    model, graphs, kept = Trunk(dropout=0.1), list[Any](), dict[int, int]()
+    apply_activation_checkpointing(find_units(model), MemorySection(activation_checkpointing=kind))
+    lower = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+
+    def backend(*about: Any) -> Any:
+        graphs.append(about)
+        return lower(*about)
+
+    for block in model.blocks:
+        block.compile(backend=backend)
+        if around:
+            block.forward = partial(
+                checkpoint, torch.compile(block.forward, backend=lower), use_reentrant=False
+            )
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(5)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(INPUT)
+        for parameter in model.parameters():
+            kept.pop(parameter.data_ptr(), None)
+        return gradients(model, output)
+
+    step()
+    kept.clear()
+    found = step()
+    torch.compiler.reset()
+    return len(graphs), sum(kept.values()), found
+
+
+def test_a_compiled_unit_is_recomputed_in_its_graph() -> None:
+    """Dynamo left a unit whose forward was torch's checkpoint itself to eager, with no message."""
+    none, full, ops = (compiled(kind) for kind in ("none", "full", "ops"))
+    assert none[0] == full[0] == ops[0] > 0
+    assert full[1] < 0.2 * none[1]
+    assert ops[1] <= none[1]
+    for found in (full, ops, compiled("none", around=True)):
+        assert all(torch.equal(a, b) for a, b in zip(found[2], none[2], strict=True))
 
 
 class Writes(nn.Module):

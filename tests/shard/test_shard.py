@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.config import Config, MeshSection, PrecisionSection
+from fsdp.config import Config, MeshSection, PrecisionSection, SpeedSection
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import build_mesh, resolve
 from fsdp.shard.shard import Sharded, replicate, resolve_dtypes, shard_model, sharding_of
@@ -44,6 +47,60 @@ def test_uneven_rows_small_parameters_and_scalars() -> None:
     found = run_world(3, look, "Scalar")
     assert [f["rows"]["stem.weight"] for f in found] == [(5, 12), (5, 12), (3, 12)]  # type: ignore[index]
     assert found[0]["whole"] == ["temperature", "blocks.0.gain", "blocks.1.gain", "blocks.2.gain"]
+
+
+class OwnNorm(nn.Module):
+    """As transformers' RMSNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Layer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 32), nn.Tanh())
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        blocks = nn.Sequential(Layer(), Layer())
+        super().__init__(blocks, OwnNorm(), nn.RMSNorm(32), nn.Linear(32, 8))
+
+
+def with_own_norm(env: DistEnv, compiled: Any) -> tuple[list[str], int, list[torch.Tensor]]:
+    """Compiled modules, operations of a step, output and gradients."""
+    torch.manual_seed(3)
+    sizes, fp64 = resolve(MeshSection(), env.world_size), PrecisionSection(master="fp64")
+    config = Config(speed=SpeedSection(compile=compiled), precision=fp64)
+    sharded = shard_model(Normed(), sharding_of(config, sizes, env.device), build_mesh(sizes, env.device))
+    x = torch.linspace(-1, 1, 2 * 4 * 32, dtype=torch.float64).view(2, 4, 32)
+
+    def step() -> list[torch.Tensor]:
+        sharded.root.zero_grad()
+        output = sharded.called(x)
+        output.square().sum().backward()
+        return [output.detach(), *(p.grad.full_tensor() for p in sharded.root.parameters())]  # type: ignore
+
+    step()
+    with torch.profiler.profile() as profile:
+        values = step()
+    names = {module: name for name, module in sharded.root.named_modules()}
+    norms = sum(event.count for event in profile.key_averages() if event.key in ("aten::rsqrt", "aten::pow"))
+    return [names[module] for module in sharded.compiled], norms, values
+
+
+@pytest.mark.slow
+def test_a_norm_beside_the_blocks_is_compiled() -> None:
+    """As transformers' final one, which is six kernels; torch's own is one."""
+    (names, count, values), *_ = run_world(1, with_own_norm, "true", timeout_s=240)
+    (_, eager, expected), *_ = run_world(1, with_own_norm, "false")
+    assert names == ["0.0", "0.1", "1"]
+    assert count < eager, (count, eager)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(values, expected, strict=True))
 
 
 def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
