@@ -63,8 +63,7 @@ def under_ray(config: Config) -> int:
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     low, high = worker_range(config.ray.num_workers)
     for ranks in range(low, high + 1):  # of an elastic run
-        resolve(config.mesh, ranks)
-        plan_batch(config.train, ranks)
+        plan_batch(config.train, resolve(config.mesh, ranks).data)
     stopping = Stopping()
     with own_ray(config.ray) as own:
         try:

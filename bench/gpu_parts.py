@@ -481,7 +481,7 @@ PARTS = tuple(Part(*part) for part in (
     ("float8", "float8 losses are bf16's, to 8%", 300, float8),
     ("two-ranks", "two ranks on one device: both end when one raises or stalls", 400, lost_ranks),
     ("time-outs", "two ranks: --run.process_group_timeout_s ends a wait in a mesh's group", 200, timed_out),
-    ("reductions", "two ranks on one device: --comm.divide_by changes no gradient norm", 300, reductions),
+    ("reductions", "two ranks on one device: shards' sums have the norm of replicas' means", 300, reductions),
     ("meshes", "two ranks as 2 × 1 and 1 × 2, one killed, go on as one: the losses of one rank, to 1e-4", 400,
      other_counts),
     ("profile", "a profile's pages and the report are written", 200, profile),

@@ -105,7 +105,7 @@ def _mesh(dice: random.Random, ranks: int) -> list[str]:
 
 _MORE = [
     ["--lora.rank", "4"], ["--optim.state", "bf16"], ["--optim.state", "8bit"],
-    ["--comm.divide_by", "4"], ["--precision.reduce", "bf16"],
+    ["--precision.reduce", "bf16"],
 ]  # fmt: skip
 
 

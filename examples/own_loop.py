@@ -28,12 +28,12 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), *block, nn.Linear(64, 4))
 
 
-def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, index: int, count: int) -> tuple[Tensor, Tensor]:
     """This rank's rows of the step's batch: a function of the step, so that a resumed run repeats none."""
     source = torch.Generator().manual_seed(step)
     rows = torch.randn(GLOBAL_BATCH, 16, generator=source)
     labels = rows[:, :4].argmax(1)
-    return rows[rank::ranks], labels[rank::ranks]
+    return rows[index::count], labels[index::count]
 
 
 def main() -> None:
@@ -46,8 +46,9 @@ def main() -> None:
         model = shardrun.shard(build, config, env)
         optimizer = torch.optim.AdamW(model.root.parameters(), lr=3e-3)
         with shardrun.Training(config, env, model, optimizer) as training:
+            data = training.data
             for step in training.steps(config.train.steps or 60):
-                rows, labels = (part.to(env.device) for part in batch(step, env.rank, env.world_size))
+                rows, labels = (part.to(env.device) for part in batch(step, data.index, data.count))
                 with model.micro_batch(last=True):
                     loss = cross_entropy(model.called(rows), labels)
                     loss.backward()

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,13 +200,16 @@ class Checkpointer:
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
         """The manifest of this save without its files."""
+        sizes = self._sizes
         return Manifest(
             step=state.step,
             attempt=self._attempt,
             created=0.0,
             torch=torch.__version__,
-            **asdict(self._sizes),
-            ranks=self._env.world_size,
+            strategy=sizes.strategy,
+            replicate=sizes.replicate,
+            shard=sizes.shard,
+            ranks=sizes.ranks,
             config=self._config,
             reason=reason,
             counters=state.counters(),

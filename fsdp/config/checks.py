@@ -193,7 +193,7 @@ ROWS: tuple[Row, ...] = (
      "--train.eval_every_steps 100", "it needs evaluations during the run"),
     *_beside("mesh.strategy", _ddp, "--mesh.strategy fsdp", {
         **_of("comm.all_reduce_hook"), **_of("comm.all_gather"), **_of("comm.reduce_scatter"),
-        **_of("comm.divide_by"), **_of("mesh.accumulate", "shard"), **_of("mesh.unsharded"),
+        **_of("mesh.accumulate", "shard"), **_of("mesh.unsharded"),
         "mesh.reshard_after_forward": lambda c: c.mesh.reshard_after_forward not in ("auto", "true"),
         **_of("precision.output"), **_of("precision.frozen"),
         **_of("memory.cpu_offload"), **_of("memory.nvme", "all"), **_of("speed.prefetch_forward"),

@@ -331,11 +331,6 @@ class CommSection:
     """package.module:function(output, input, group, op, async_op), or a class, in place of FSDP's
     reduce-scatter
     """
-    divide_by: float = knob(0.0, low=0)
-    """divisor of the gradient reduction; the loss is multiplied by it
-
-    1 only sums. 0 is the number of ranks.
-    """
 
 
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]

@@ -127,6 +127,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "comm.allocate_from_group": (
         False, "--comm.all_gather mine:Gather, whose allocate() makes buffers"
     ),
+    "comm.divide_by": (0.0, "leave it out: gradients are summed"),
     "optim.muon_steps": (5, "leave it out: Muon iterates five times"),
     "optim.muon_adjust_lr": ("match_rms_adamw", "--optim.muon_lr, which is of AdamW's size"),
     "checkpoint.export_shard_gib": (5.0, "leave it out: a safetensors file has at most 5 GiB"),

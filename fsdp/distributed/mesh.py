@@ -1,7 +1,12 @@
-"""Axis names, their sizes for a number of ranks, and the DeviceMesh.
+"""Axis names, their sizes for a number of ranks, a rank's place on them, and the DeviceMesh.
 
-The two axes have FSDP's names: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy in
+Two axes have FSDP's names: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy in
 shards). The strategy becomes two sizes here; fsdp/shard/shard.py applies them.
+
+    rank = ((replicate · shards + shard) · contexts + context) · tensors + tensor
+
+Tensor ranks exchange activations in every layer, so they are neighbours; replicas are farthest apart. Expert
+is no factor of the ranks: it divides those of one copy again.
 """
 
 from __future__ import annotations
@@ -13,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MeshSection, TrainSection, reshard_policy
-from fsdp.distributed.env import DistEnv
 
 # torch is imported in build_mesh: a wrong mesh is reported without waiting for it.
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp_replicate", "dp_shard")
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 """Of a rank's groups on CUDA: numbers on the host travel by gloo."""
 
@@ -29,15 +32,23 @@ Strategy = Literal["fsdp", "hsdp", "ddp"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """replicate × shard = ranks. `strategy` distinguishes ddp from hsdp with one shard."""
+    """replicate × shard × context × tensor = ranks. `strategy` distinguishes ddp from hsdp with one shard."""
 
     strategy: Strategy
     replicate: int
     shard: int
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @functools.cached_property
+    def data(self) -> int:
+        """Ranks that read different rows."""
+        return self.replicate * self.shard
 
     @functools.cached_property
     def ranks(self) -> int:
-        return self.replicate * self.shard
+        return self.data * self.context * self.tensor
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.replicate}×{self.shard}"
@@ -45,15 +56,26 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class DataRank:
-    """The slice of the global batch that a rank reads: both axes are data-parallel."""
+    """The slice of the global batch that a rank reads."""
 
     index: int
     count: int
 
 
 @dataclass(frozen=True)
+class RankPlace:
+    """What a rank does of a step. Context and tensor ranks of one data index read the same rows."""
+
+    data: DataRank
+    context: int
+    """The part of each row."""
+    tensor: int
+    """The part of each divided width."""
+
+
+@dataclass(frozen=True)
 class BatchPlan:
-    """global_batch = micro_batch × accumulation × ranks; the last micro-batch is padded if they do not
+    """global_batch = micro_batch × accumulation × data ranks; the last micro-batch is padded if they do not
     divide.
     """
 
@@ -108,31 +130,54 @@ def _check_reshard(mesh: MeshSection, shard: int) -> None:
         )
 
 
-def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
-    """The mesh: one axis if the other has size 1, whose group is the default group; two for HSDP.
+def place_of(sizes: MeshSizes, rank: int) -> RankPlace:
+    rest, tensor = divmod(rank, sizes.tensor)
+    data, context = divmod(rest, sizes.context)
+    return RankPlace(DataRank(data, sizes.data), context, tensor)
+
+
+def mesh_views(sizes: MeshSizes) -> dict[str, dict[str, int]]:
+    """The meshes of a run, each over all ranks: their axes and sizes, outermost first.
+
+    Context ranks hold equal weights: for FSDP they are more ranks to shard over. Axes of size 1 are left out,
+    except the one that a model without others is applied to, and so are meshes that no flag asks for.
+    """
+    replicate, copy = sizes.replicate, sizes.ranks // sizes.replicate
+    shards = sizes.shard * sizes.context
+    views = {"weights": {"dp_replicate": replicate, "dp_shard": shards, "tensor": sizes.tensor}}
+    if sizes.expert > 1:
+        axes = {"dp_replicate": replicate, "expert_shard": copy // sizes.expert, "expert": sizes.expert}
+        views["experts"] = axes
+    if sizes.context > 1:
+        views["context"] = {"data": sizes.data, "context": sizes.context, "tensor": sizes.tensor}
+    kept = ("dp_replicate",) if sizes.strategy == "ddp" else ("dp_shard", "expert_shard")
+    return {
+        view: {axis: size for axis, size in axes.items() if size > 1 or axis in kept}
+        for view, axes in views.items()
+    }
+
+
+def build_mesh(
+    sizes: MeshSizes, device: torch.device, timeout_s: float | None = None, view: str = "weights"
+) -> DeviceMesh:
+    """The mesh of one view. The group of an only axis is the default group.
 
     `timeout_s` sets the time-out of its groups, which do not inherit that of the default group; torch's own
     is 10 minutes on NCCL, 30 on gloo.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    whole = {"dp_replicate": sizes.replicate, "dp_shard": sizes.shard}
-    one = "dp_replicate" if sizes.strategy == "ddp" else "dp_shard" if sizes.replicate == 1 else ""
-    axes = (one,) if one else AXES
+    axes = mesh_views(sizes)[view]
     # Named backends, or torch splits the default group: of two backends it gives gloo NCCL's options, and in
     # the second run of a process it ends with SIGSEGV (pytorch #192106).
-    named: Any = dict.fromkeys(axes, CUDA_BACKENDS) if device.type == "cuda" and not one else None
+    named: Any = dict.fromkeys(axes, CUDA_BACKENDS) if device.type == "cuda" and len(axes) > 1 else None
     mesh = init_device_mesh(
-        device.type, tuple(whole[axis] for axis in axes), mesh_dim_names=axes, backend_override=named
+        device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=named
     )
     if timeout_s is not None:
         for axis in axes:
             mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
     return mesh
-
-
-def data_rank(env: DistEnv) -> DataRank:
-    return DataRank(env.rank, env.world_size)
 
 
 def plan_batch(train: TrainSection, ranks: int) -> BatchPlan:

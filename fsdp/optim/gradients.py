@@ -121,16 +121,22 @@ class Gradients:
 class LossScaler:
     """Halves on overflow, doubles after 2000 good steps; its numbers are in TrainState, so they resume."""
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, state: TrainState, ranks: int = 1) -> None:
+        """`ranks` are those whose gradients are summed: each has as large a loss as if they were averaged."""
+        self._state, self._ranks = state, ranks
 
     @property
     def scale(self) -> float:
         return self._state.loss_scale
 
+    @property
+    def factor(self) -> float:
+        """Of a rank's loss."""
+        return self.scale * self._ranks
+
     def unscale(self, gradients: Gradients, norm: Tensor) -> Tensor:
-        gradients.scale(1.0 / self.scale)
-        return norm / self.scale
+        gradients.scale(1.0 / self.factor)
+        return norm / self.factor
 
     def good(self) -> None:
         self._state.good_steps += 1

@@ -112,7 +112,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """As a run's own: operations on padded rows are no progress."""
-        rows = self.micro_batch * self.accumulation * self.sizes.ranks
+        rows = self.micro_batch * self.accumulation * self.sizes.data
         useful = self.step.model_flops * self.config.train.global_batch / rows
         return useful / self.step.seconds / self.rates.peak
 
@@ -142,7 +142,7 @@ def ask_for(config: Config) -> tuple[FakeRun, int]:
     ranks = config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
     config = replace(config, plan=replace(config.plan, gpus=ranks))
     sizes = resolve(config.mesh, ranks, -(-ranks // rates_for(config).gpus_a_node))
-    batch = plan_batch(config.train, ranks)
+    batch = plan_batch(config.train, sizes.data)
     return fake_run(config, sizes, batch.micro_batch, batch.accumulation), batch.accumulation
 
 

@@ -320,7 +320,7 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
         config,
         memory=replace(config.memory, activation_offload=False),
         speed=replace(config.speed, compile="false", float8="off", float8_emulate=False),
-        comm=CommSection(divide_by=config.comm.divide_by),
+        comm=CommSection(),
     )
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)

@@ -25,7 +25,7 @@ from fsdp.data import Loader
 from fsdp.data.types import stream_key
 from fsdp.distributed import collectives
 from fsdp.distributed.env import DistEnv, end_time, set_allocator, unused_allocation
-from fsdp.distributed.mesh import build_mesh, data_rank
+from fsdp.distributed.mesh import build_mesh
 from fsdp.distributed.process_group import check as check_ranks
 from fsdp.distributed.process_group import process_group
 from fsdp.distributed.stop import Stopper
@@ -340,18 +340,19 @@ def check_saves_are_there(parts: RunParts) -> None:
 
 def loader(parts: RunParts) -> Loader:
     section, env, job, seed = parts.config.data, parts.env, parts.job, parts.config.run.seed
+    stream = env.rank // job.sizes.tensor  # tensor ranks draw the same
     return Loader(
         job.data.train,
         job.cursor,
         micro_batch=job.batch.micro_batch,
         accumulation=job.batch.accumulation,
-        rank=data_rank(env),
+        rank=job.place.data,
         workers=section.workers,
         prefetch=section.prefetch,
         pin=env.device.type == "cuda",
         device=env.device,
         source_of=None if job.data.sources is None else job.data.sources.of_train,
-        about=lambda step: (stream_key(seed, step + 1, env.rank) % 2**63, job.epoch_at(step + 1)),
+        about=lambda step: (stream_key(seed, step + 1, stream) % 2**63, job.epoch_at(step + 1)),
     )
 
 

@@ -15,7 +15,6 @@ from fsdp.base.phases import Activity, announces
 from fsdp.data import heldout_batches
 from fsdp.data.types import Batch
 from fsdp.distributed.collectives import ranks, sum_over_ranks
-from fsdp.distributed.mesh import data_rank
 from fsdp.models.init import persistent
 from fsdp.run.build import RunParts
 from fsdp.run.step import sums_by_source
@@ -75,7 +74,7 @@ def _measured(parts: RunParts, asked_to_stop: Callable[[], str | None]) -> Evalu
     batches = heldout_batches(
         data.heldout,
         batch=train.eval_batch or parts.job.batch.micro_batch,
-        rank=data_rank(parts.env),
+        rank=parts.job.place.data,
         limit=train.eval_samples,
         workers=parts.config.data.workers,
         prefetch=parts.config.data.prefetch,

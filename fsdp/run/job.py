@@ -26,7 +26,7 @@ from fsdp.base.torch_private import fake_forward
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer
-from fsdp.distributed.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.distributed.mesh import BatchPlan, MeshSizes, RankPlace, place_of, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.init import seeded, to_empty
@@ -36,7 +36,7 @@ from fsdp.models.units import batch_norms, kept_tensors
 from fsdp.optim.optimizer import Schedule, TrainState, load_factory
 from fsdp.rundir import history
 from fsdp.shard.checks import check_device, stale_reference
-from fsdp.shard.compute import check_attention, check_divide, check_float8, check_float8_tokens
+from fsdp.shard.compute import check_attention, check_float8, check_float8_tokens
 from fsdp.shard.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Job:
     data: DataSet
     spec: ModelSpec
     sharding: Sharding
+    place: RankPlace
     batch: BatchPlan
     cursor: Cursor | MixCursor | StreamCursor
     total_steps: int
@@ -97,18 +98,19 @@ class Job:
         return {"samples": len(self.data.train)} | {name: value for name, value in own.items() if value}
 
 
-def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device | None) -> Job:
+def prepare(
+    config: Config, *, world_size: int, num_nodes: int, device: torch.device | None, rank: int = 0
+) -> Job:
     """Raises ConfigError, on every rank the same.
 
     `device` is None in a process that is no rank: whether a device supports the flags is left to the ranks.
     """
     sizes = resolve(config.mesh, world_size, num_nodes)
-    check_divide(config.comm, sizes)
     if device is not None:
         check_float8(config.speed, device)
         check_attention(config.speed, device)
         check_device(config.memory, device)
-    batch = plan_batch(config.train, world_size)
+    batch = plan_batch(config.train, sizes.data)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
     check_float8_tokens(config.speed, batch.micro_batch, data.info.tokens_per_sample)
@@ -121,6 +123,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         data=data,
         spec=spec,
         sharding=sharding,
+        place=place_of(sizes, rank),
         batch=batch,
         cursor=cursor,
         total_steps=total_steps,
@@ -244,7 +247,7 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
 
 def trained_model(config: Config, job: Job) -> nn.Module:
     model = model_of(config, job.spec, job.dtypes)
-    if job.sizes.ranks > 1 and (norms := batch_norms(model)):
+    if job.sizes.data > 1 and (norms := batch_norms(model)):
         log.warning(
             "%s (%d in all): BatchNorm over the rows that a rank has, so the result depends on the number of "
             "ranks. HINT: --train.micro_batch sets how many rows these are",

@@ -41,7 +41,8 @@ def train(
     if config.train.evaluate_only:  # the run that it may come from keeps its checkpoints
         config = replace(config, checkpoint__dir="", checkpoint__local_dir="", checkpoint__export=False)
     build.set_up_process(config, env)
-    job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
+    ranks, nodes = env.world_size, env.num_nodes
+    job = prepare(config, world_size=ranks, num_nodes=nodes, device=env.device, rank=env.rank)
     if env.local_rank == 0:
         log.info("%s", env)
     loop = TrainingLoop()

@@ -11,8 +11,8 @@
                 training.update()
                 training.record(loss=loss)
 
-Batches, loss and schedule are the caller's: each rank reads its own data, `env.rank` of `env.world_size`;
-gradients are averaged over ranks. Not here: the loop of train.py (loop.py).
+Batches, loss and schedule are the caller's: each rank reads its own data, `training.data.index` of
+`training.data.count`; gradients are averaged over ranks. Not here: the loop of train.py (loop.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp.base.phases import Phases
 from fsdp.config import Config
 from fsdp.distributed.collectives import on_main, sum_over_ranks
 from fsdp.distributed.env import DistEnv, from_environment
-from fsdp.distributed.mesh import resolve
+from fsdp.distributed.mesh import place_of, resolve
 from fsdp.models import ModelSpec
 from fsdp.optim.gradients import Verdicts
 from fsdp.optim.optimizer import StateCheck, TrainState, check_step, update_of
@@ -84,7 +84,8 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
 
     name = getattr(builder, "__name__", "model")
     spec = ModelSpec(name=name, build=built, sizes={}, knows_inits=False)
-    sharding = sharding_of(config, resolve(config.mesh, env.world_size, env.num_nodes), env.device)
+    sizes = resolve(config.mesh, env.world_size, env.num_nodes)
+    sharding = replace(sharding_of(config, sizes, env.device), averages=True)
     dtypes = sharding.dtypes
     if sharding.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's
         dtypes = replace(dtypes, param=dtypes.master)
@@ -119,6 +120,7 @@ class Training(build.RunParts):
                     "make it a part of the module that build returns: model.root.parameters() then has it",
                 )
         self.config, self.env, self.sharded = config, env, model
+        self.data = place_of(model.sizes, env.rank).data
         self.reporter, self.files, self.phases = reporter or Reporter(), None, Phases()
         self.state = TrainState(model=model.root, optimizer=optimizer)
         gradients, train = gradients_of(model), config.train

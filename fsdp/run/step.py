@@ -79,7 +79,7 @@ def train_step(
 ) -> Tensor:
     """A step of `count` micro-batches; returns the gradient norm, of all ranks. Collective."""
     assert parts.loss_function is not None
-    sharded, numbers, scale = parts.sharded, None, 1.0 if parts.scaler is None else parts.scaler.scale
+    sharded, numbers, scale = parts.sharded, None, 1.0 if parts.scaler is None else parts.scaler.factor
     for left in reversed(range(count)):
         with sharded.micro_batch(not left):
             scaled, numbers = _forward(parts, next(batches), numbers, scale, totals)
@@ -114,10 +114,10 @@ def _forward(
             "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not frozen",
             scope="rank",  # it may be one rank's alone
         )
-    # A reduction averages over the ranks: each multiplies by their number.
-    scaled = loss.loss_sum * (sharded.divisor * scale / totals.weight())
+    factor = sharded.averaged_over * scale
+    scaled = loss.loss_sum * (factor / totals.weight())
     if loss.auxiliary is not None:
-        scaled = scaled + loss.auxiliary * (sharded.divisor * scale / totals.rows)
+        scaled = scaled + loss.auxiliary * (factor / totals.rows)
     own = loss.loss_sum.detach().double()
     if loss.weight is not None or loss.auxiliary is not None or totals.sources:
         own = numbers_of(own, loss, batch, totals.sources)
@@ -205,9 +205,14 @@ class BatchTotals(Totals):
         batch: StepBatch,
         labels: tuple[str, ...],
         signed: Callable[[], None] | None,
+        *,
+        counts: bool = True,
     ) -> None:
-        """`labels` are the sources' names; `signed` is called when the last backward has all gradients."""
+        """`labels` are the sources' names; `signed` is called when the last backward has all gradients.
+        `counts` is false on a rank whose numbers another rank has too.
+        """
         self._loss_function, self._labels, self._signed = loss_function, labels, signed
+        self._counts = counts
         self.rows, self.sources = batch.samples, len(labels)
         if loss_function.custom is not None:
             self.factor = self._factor
@@ -218,7 +223,7 @@ class BatchTotals(Totals):
             self.tokens = batch.samples * info.tokens_per_sample
             """The global batch's unmasked tokens, after the first `weight`."""
         else:
-            count = sum(loss_function.tokens(micro.counted) for micro in batch.micro)
+            count = counts * sum(loss_function.tokens(micro.counted) for micro in batch.micro)
             self._summed, self.tokens = Sum(torch.tensor(count, dtype=torch.int64)), 0
 
     def weight(self) -> float:
@@ -233,6 +238,8 @@ class BatchTotals(Totals):
     def reduce(self, numbers: Tensor, scaled: Tensor) -> None:
         if self._signed is not None:
             call_after_backward(scaled, self._signed)
+        if not self._counts:
+            numbers = 0 * numbers  # a NaN stays one
         # On the host behind the backward: a sum during it takes gloo's threads a processor.
         self._sum = Sum(numbers.view(-1), behind=scaled if numbers.device.type == "cpu" else None)
 

@@ -38,7 +38,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     """The derived facts by name, as --dry-run and the last start-up line show them."""
     sizes, batch, dtypes, data = job.sizes, job.batch, job.dtypes, job.data
     reshard = job.sharding.resharding(model)
-    padded = batch.micro_batch * batch.accumulation * sizes.ranks != batch.global_batch
+    padded = batch.micro_batch * batch.accumulation * sizes.data != batch.global_batch
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     length = f"{len(data.train):,} samples" if data.stream is None else f"{len(data.stream.shards)} shards"
@@ -53,7 +53,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         + f", {total:,} parameters, {trained:,} trained",
         "data": f"{' + '.join(config.data.names)}, {length}",
         "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
-        f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
+        f"{batch.accumulation} × {sizes.data} ranks" + (", padded" if padded else ""),
         "steps": steps_line(job),
         "precision": f"{computed} on {stored}, reduced in {reduced}"
         + ("" if dtypes.frozen is None else f", frozen in {frozen}"),

@@ -80,7 +80,8 @@ class TrainingLoop(RunParts):
         if is_custom(config.optim):
             self.states = StateCheck(f"--optim.name {config.optim.name}", state.optimizer, sharded.root)
             after.append(self.states.after_update)
-        scaler = LossScaler(state) if job.dtypes.needs_loss_scale else None
+        summed = job.sizes.ranks // sharded.averaged_over
+        scaler = LossScaler(state, summed) if job.dtypes.needs_loss_scale else None
         gradients = gradients_of(sharded, None if self.files is None else self.files.in_turn)
         # The device skips an update that is one call of the optimizer; it cannot skip that of the average.
         whole = self.store is None and (self.ema is None or config.train.nonfinite == "stop")
@@ -209,7 +210,8 @@ class TrainingLoop(RunParts):
         gradient norm, which may still be computing on the device, and the sums.
         """
         signed = None if self.branches is None else self.branches.sign
-        totals = BatchTotals(self.loss_function, self.job.data.info, batch, self.labels, signed)
+        counts, info = not self.job.place.tensor, self.job.data.info
+        totals = BatchTotals(self.loss_function, info, batch, self.labels, signed, counts=counts)
         micro = iter(batch.micro)
         if self.env.device.type != "cpu":
             micro = (host.to(self.env.device) for host in batch.micro)

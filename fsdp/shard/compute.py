@@ -15,8 +15,8 @@ ends: a slower one never takes its place in silence. fa3 and fa4 are FlashAttent
 torch calls in place of its flash kernel. Not here: what is compiled (shard.py), and models that call other
 kernels.
 
-The user's own communication in place of FSDP's, the divisor of a reduction, and parameters that
---mesh.unsharded keeps whole on each rank.
+The user's own communication in place of FSDP's, reductions that sum, and parameters that --mesh.unsharded
+keeps whole on each rank.
 
     --comm.all_gather, --comm.reduce_scatter
         package.module:function(output, input, group, …) → work, or None when it is done; or a class whose
@@ -63,7 +63,6 @@ from torch.nn.attention import (
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.config import CommSection, SpeedSection
 from fsdp.distributed.env import set_variable
-from fsdp.distributed.mesh import MeshSizes
 from fsdp.models import load_attribute
 from fsdp.models.units import blocks_of
 
@@ -303,15 +302,7 @@ class _Collective:
         return self._function(output_tensor, input_tensor, group, *args, **more)
 
 
-def check_divide(section: CommSection, sizes: MeshSizes) -> None:
-    if section.divide_by and sizes.shard == 1:
-        raise ConfigError(
-            f"--comm.divide_by {section.divide_by} divides where shards are reduced: shard 1 has none.",
-            "leave it out, or --mesh.shard 2",
-        )
-
-
-def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
+def apply_comm(root: nn.Module, hooks: Hooks, *, sums: bool) -> None:
     """Applied to each unit after fully_shard: torch's setters do not recurse by themselves."""
     for module in root.modules():
         if not isinstance(module, FSDPModule):
@@ -323,11 +314,10 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
             unit.set_custom_all_gather(hooks.all_gather)
         if hooks.reduce_scatter is not None:
             unit.set_custom_reduce_scatter(hooks.reduce_scatter)
-        if section.divide_by:
-            module.set_gradient_divide_factor(section.divide_by)
+        if sums:
+            module.set_gradient_divide_factor(1.0)
             # A factor other than the group's size becomes ReduceOp.PREMUL_SUM: gloo refuses it, and NCCL up
-            # to torch 2.13 returns zeros for it in bf16 (pytorch #190747). A sum, divided locally, is right
-            # on both.
+            # to torch 2.13 returns zeros for it in bf16 (pytorch #190747).
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -370,7 +360,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter], divisor: float) -> None:
+def reduce_gradients(parameters: Sequence[nn.Parameter], divisor: int) -> None:
     """Sums the gradients over all ranks in one all-reduce and divides them. Collective.
 
     A parameter that no rank's loss depends on keeps no gradient; one that some do gets zeros from the others.

@@ -45,9 +45,9 @@ from fsdp.shard.compute import (
     apply_casts,
     apply_comm,
     apply_float8,
-    average_gradients,
     compiles,
     load_hooks,
+    reduce_gradients,
     set_kernel_folders,
     whole_parameters,
 )
@@ -101,7 +101,10 @@ class Sharded:
     accumulate: str
     reshard: bool | int | str
     """As `Sharding.resharding` has it."""
-    divides_by: float = 0.0
+    averaged_over: int
+    """Ranks over which a reduction averages the gradients, so that the loss is multiplied by it; 1 where it
+    sums them.
+    """
     whole: frozenset[str] = frozenset()
     """Names of the parameters of --mesh.unsharded."""
     compiled: Sequence[nn.Module] = ()
@@ -109,20 +112,17 @@ class Sharded:
     reduced: bool = field(default=False, init=False)
     """Whether a last micro-batch has ended since the caller of the model set it to False."""
     runs: nn.Module = field(init=False)
-    divisor: float = field(init=False)
-    """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
     together: list[FSDPParamGroup] = field(default_factory=list, init=False)
     """Groups that are gathered at once, before the forward."""
     _last_set: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.runs = self.root
-        self.divisor = self.divides_by or self.sizes.ranks
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
         """Trained parameters that FSDP does not shard, 0-dim ones and those of --mesh.unsharded: each rank
-        keeps a copy, and their gradients are averaged here.
+        keeps a copy, and their gradients are reduced here.
         """
         # Read when the weights are real: leaving meta replaces each parameter.
         named = self.root.named_parameters()
@@ -159,7 +159,7 @@ class Sharded:
             raise explained(error) from error.__cause__
         if last:
             if self.sizes.ranks > 1 and not ddp:
-                average_gradients(self.replicated, self.divisor)
+                reduce_gradients(self.replicated, self.averaged_over)
             self.reduced = True
 
     def _check_reduced(self, runs: DistributedDataParallel) -> None:
@@ -223,6 +223,10 @@ class Sharding:
     hooks: Hooks
     room: float
     """Bytes of the device's memory; of a CPU a rank's part."""
+    averages: bool = False
+    """Whether gradients are averaged over the ranks, for losses that are means of a rank's own rows; else a
+    rank's loss is its part of the global one, and gradients are summed.
+    """
 
     def resharding(self, model: nn.Module) -> bool | int | str:
         """The policy of --mesh.reshard_after_forward, without auto. One rank's shard is only cast and copied
@@ -255,6 +259,8 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
     """Shards the model, whose weights may still be on meta. For DDP call `replicate` once they are real."""
     config, memory, speed = job.config, job.config.memory, job.config.speed
     sharded_by_fsdp = job.sizes.strategy != "ddp"
+    # Replicas alone: DDP averages, and FSDP would divide one shard's gradients by 1 into a copy of them.
+    averages = job.averages or job.sizes.replicate == job.sizes.ranks
     _apply_dtypes(model, job.dtypes)
     units = find_units(model, config.mesh.wrap)
     apply_float8(units, speed, sharded=sharded_by_fsdp)
@@ -283,7 +289,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         units=units,
         accumulate=config.mesh.accumulate,
         reshard=job.resharding(model),
-        divides_by=config.comm.divide_by,
+        averaged_over=job.sizes.ranks if averages else 1,
         whole=frozenset(whole_parameters(model, config.mesh.unsharded)),
         compiled=compiled_modules,
     )
@@ -294,7 +300,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         hooks = job.hooks
         if job.sizes.shard == 1 and hooks.reduce_scatter is None:
             hooks = dataclasses.replace(hooks, reduce_scatter=_OneBuffer())
-        apply_comm(model, config.comm, hooks)
+        apply_comm(model, hooks, sums=not averages)
     return sharded
 
 

@@ -1,14 +1,27 @@
 """From a strategy and a number of ranks to two sizes, from a global batch to micro-batches: or the equation
-of why not.
+of why not. From a rank to its place on each axis.
 """
 
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private import init_fake_group
 from fsdp.config import MeshSection, TrainSection
-from fsdp.distributed.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.distributed.mesh import (
+    BatchPlan,
+    DataRank,
+    MeshSizes,
+    RankPlace,
+    build_mesh,
+    mesh_views,
+    place_of,
+    plan_batch,
+    resolve,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +93,28 @@ def test_a_micro_batch_over_a_rank_s_share() -> None:
         "--train.micro_batch 8 is more than a rank's share: --train.global_batch 10 over 2 ranks is 5. "
         "HINT: --train.micro_batch 5"
     )
+
+
+ALL_AXES = MeshSizes("hsdp", 2, 2, context=2, tensor=2, expert=4)
+OF_RANK_5 = {
+    "weights": {"dp_replicate": [5, 13], "dp_shard": [1, 3, 5, 7], "tensor": [4, 5]},
+    "experts": {"dp_replicate": [5, 13], "expert_shard": [1, 5], "expert": [4, 5, 6, 7]},
+    "context": {"data": [1, 5, 9, 13], "context": [5, 7], "tensor": [4, 5]},
+}
+
+
+def test_a_rank_has_a_place_on_each_axis_and_a_group_in_each_view() -> None:
+    """As sizes alone, and as the groups of meshes of 16 ranks."""
+    parts = [(data, context, tensor) for data in range(4) for context in range(2) for tensor in range(2)]
+    places = [RankPlace(DataRank(data, 4), context, tensor) for data, context, tensor in parts]
+    assert [place_of(ALL_AXES, rank) for rank in range(16)] == places
+    assert mesh_views(MeshSizes("hsdp", 2, 3)) == {"weights": {"dp_replicate": 2, "dp_shard": 3}}
+    groups: dict[str, dict[str, list[int]]] = {}
+    init_fake_group(5, ALL_AXES.ranks)
+    try:
+        for view, axes in mesh_views(ALL_AXES).items():
+            mesh = build_mesh(ALL_AXES, torch.device("cpu"), view=view)
+            groups[view] = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in axes}
+    finally:
+        dist.destroy_process_group()
+    assert groups == OF_RANK_5

@@ -25,8 +25,7 @@ HALVED = ("--lora.rank", "4", "--precision.frozen", "bf16")
 CASES = (
     Case(2, (*SMALL, *BATCH, "--precision.param", "bf16", "--memory.activation_checkpointing", "ops")),
     Case(2, (*SMALL, *BATCH, "--mesh.strategy", "ddp", "--precision.param", "bf16", "--optim.name", "sgd")),
-    Case(2, (*SMALL, *BATCH, "--lora.rank", "4", "--mesh.reshard_after_forward", "false",
-             "--comm.divide_by", "4")),
+    Case(2, (*SMALL, *BATCH, "--lora.rank", "4", "--mesh.reshard_after_forward", "false")),
     Case(2, (*SMALL, *BATCH, "--mesh.wrap", "every:2", "--memory.activation_checkpointing", "full")),
     Case(2, (*SMALL, *BATCH, "--mesh.unsharded", "*norm.weight,embedding.weight")),
     Case(2, ("--model.name", "tests.plan.own:Words", *SMALL[2:], *BATCH, "--data.args.vocab_size", "257",

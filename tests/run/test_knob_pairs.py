@@ -80,7 +80,6 @@ KNOBS = {
     "frozen": Knob("--model.frozen stem.*,blocks.1.*"),
     "adapters": Knob("--lora.rank 4 --lora.targets up,down"),
     "own gather": Knob("--comm.all_gather tests.support.comm_hooks:gather"),
-    "sum, not mean": Knob("--comm.divide_by 1"),
     "root only": Knob("--mesh.wrap root"),
     "muon": Knob("--optim.name muon"),
     "moving average": Knob("--optim.ema 0.5"),
@@ -100,7 +99,7 @@ REFUSED = {
     *itertools.product(("zero-2", "gathered once a step", "reshard to 2"), ("ddp",)),
     *itertools.product(
         ("ddp",),
-        ("scattered each time", "prefetch", "cpu offload", "all in files", "own gather", "sum, not mean"),
+        ("scattered each time", "prefetch", "cpu offload", "all in files", "own gather"),
     ),
     *itertools.product(FILES, ("states in 8 bits",)),
     *itertools.product(("reshard to 2", "cpu offload", "all in files", "fp16"), ("float8",)),
@@ -204,7 +203,7 @@ def averages(run: Path) -> dict[str, Tensor]:
 
 
 EAGER = [name for name in KNOBS if name != "float8"]
-ALONE = ("reshard to 2", "prefetch", "own gather", "sum, not mean")
+ALONE = ("reshard to 2", "prefetch", "own gather")
 """What tests/golden has not, in the whole test command."""
 TORCHAO = pytest.mark.needs("torchao")
 LATER = (pytest.mark.slow, pytest.mark.long)

@@ -1,14 +1,24 @@
-"""With unequal batches on the ranks a resumed run equals the unbroken run."""
+"""With unequal batches on the ranks a resumed run equals the unbroken run; ranks that read the same rows
+count them once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.runs import failures, run
+from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import MeshSizes, build_mesh
+from fsdp.run import build
+from tests.data.test_documents import on_a_rank
+from tests.support.data_cache import own_cache as own_cache
+from tests.support.runs import failures, finished, run
+from tests.support.world import run_world
+from tests.tokenize.rows import write_lines
 
 # 3 samples over 2 ranks × 2 rows: one rank has a row too few, and a product of one row rounds otherwise than
 # one of two.
@@ -51,3 +61,36 @@ class Even(Autoencoder):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": (self.wide(self.narrow(x)) - x).square().mean()}
+
+
+def on_a_tensor_rank(env: DistEnv, words: list[str], cache: str) -> str | None:
+    """The model is sharded over all ranks: gradients are as many times too large as there are ranks."""
+    ranks, shard_model = env.world_size, build.shard_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp.run.job.resolve", lambda *_: MeshSizes("fsdp", 1, 1, tensor=ranks))
+        sizes = MeshSizes("fsdp", 1, ranks)
+        patch.setattr(build, "build_mesh", lambda _, device, timeout: build_mesh(sizes, device, timeout))
+        patch.setattr(
+            build, "shard_model", lambda m, job, mesh: shard_model(m, replace(job, sizes=sizes), mesh)
+        )
+        return on_a_rank(env, words, cache)
+
+
+def test_tensor_ranks_read_and_draw_the_same_and_count_once(tmp_path: Path, own_cache: Path) -> None:
+    rows = [{"prompt": "x" * (n % 9), "completion": f"={n % 9}"} for n in range(60)]
+    words = (
+        f"--data.name {write_lines(tmp_path / 'a.jsonl', rows)} --data.seq_len 12 --data.args.heldout 0.2 "
+        "--model.name transformer --model.preset toy --model.args.dropout 0.5 --precision.master fp64 "
+        "--optim.name sgd --optim.lr 1e-12 --train.steps 3 --train.global_batch 7 --train.micro_batch 3 "
+        "--watch.enabled false --run.dir"
+    ).split()
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        assert run_world(ranks, on_a_tensor_rank, [*words, str(folder)], str(own_cache)) == [None] * ranks
+        names = ("loss", "tokens", "eval_loss", "eval_accuracy")
+        records = finished(folder).records
+        found.append([[one.get(name, 0.0) for name in names] for one in records])
+        found[-1].append([one.get("grad_norm", 0.0) / ranks for one in records])
+    assert len(found[0]) == 5
+    assert found[1] == [pytest.approx(one, rel=1e-9) for one in found[0]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +120,41 @@ def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("policy", ["true", "false", "step"])
 def test_an_evaluation_leaves_nothing_gathered(policy: str) -> None:
     assert run_world(2, after_evaluation, policy) == [(True, True)] * 2
+
+
+def reduced(env: DistEnv, copies: int, averages: bool) -> tuple[int, list[Tensor]]:
+    """Each rank has one row; the loss is multiplied as a step does."""
+    section = MeshSection(strategy="hsdp", replicate=copies)
+    sizes = resolve(section, env.world_size)
+    config = Config(mesh=section, precision=PrecisionSection(master="fp64"))
+    job = replace(sharding_of(config, sizes, env.device), averages=averages)
+    torch.manual_seed(0)
+    sharded = shard_model(user_code.Scalar().double(), job, build_mesh(sizes, env.device))
+    factor, row = sharded.averaged_over, ROWS[env.rank : env.rank + 1]
+    with sharded.micro_batch(last=True):
+        (sharded.called(row).square().sum() * (1 if averages else factor)).backward()
+    grads = [parameter.grad for parameter in sharded.root.parameters()]
+    return factor, [g.full_tensor() if isinstance(g, DTensor) else g for g in grads if g is not None]
+
+
+ROWS = torch.linspace(-1, 1, 48, dtype=torch.float64).view(4, 12)
+
+
+SUMS = [(1, 1, False, 1), (2, 1, False, 1), (3, 1, False, 1), (4, 2, False, 1)]
+MEANS = [(2, 2, False, 2), (3, 1, True, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "copies", "averages", "factor"), SUMS + MEANS)
+def test_gradients_are_sums_and_means_over_replicas_alone(
+    ranks: int, copies: int, averages: bool, factor: int
+) -> None:
+    """Every parameter's, sharded or not; a loop of one's own has means."""
+    torch.manual_seed(0)
+    model = user_code.Scalar().double()
+    (model(ROWS[:ranks]).square().sum() / (ranks if averages else 1)).backward()
+    for over, found in run_world(ranks, reduced, copies, averages):
+        assert over == factor
+        torch.testing.assert_close(found, [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-14)
 
 
 def sent_each_step(env: DistEnv, name: str) -> bool:
