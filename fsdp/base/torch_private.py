@@ -265,12 +265,14 @@ def forget_meshes() -> None:
 
 @contextlib.contextmanager
 def fake_forward() -> Iterator[FakeTensorMode]:
-    """Fake tensors, with stand-ins for what mixtures of experts and layers dropped at random do on them."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _StandIns():
+    """Fake tensors, with StandIns."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, StandIns():
         yield mode
 
 
-class _StandIns(TorchFunctionMode):
+class StandIns(TorchFunctionMode):
+    """What mixtures of experts and layers dropped at random do on tensors without values."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

@@ -14,7 +14,7 @@ seq_len alone, and each rank computes them: 10⁶ made-up documents (log-normal 
 take 1.1 s; in rows of 2,048 0.0007 % is padding (in the order of the documents 18.6 %, in a row a document
 74.8 %).
 
-Not here: how a file becomes tokens (fsdp/tokenize), attention within a document (fsdp/models/packed.py).
+Not here: how a file becomes tokens (fsdp/tokenize), attention within a document (fsdp/models/attention.py).
 """
 
 from __future__ import annotations

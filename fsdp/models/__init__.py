@@ -12,7 +12,7 @@ A module that has none of them still trains. The modules here:
     transformer, vision           the built-in models
     init, units, lora             initial weights; units to shard, names of tensors; adapters, freezing
     loss, chunked_loss            a micro-batch's loss: which one is trained; the output layer in chunks
-    packed                        attention within the documents of packed rows, and its checks
+    attention                     attention within the documents of packed rows, and its checks
     hf, hf_weights                models of transformers: folders, losses, kernels; names and draws
 """
 

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config.sections import expanded
+from fsdp.models.attention import AttentionReader, Rows, attend_rows, text_config
 from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
-from fsdp.models.packed import text_config
-from fsdp.models.registry import PREFIX, Facts, blame, check_model, unknown_argument
+from fsdp.models.registry import POSITIONS, PREFIX, Facts, blame, check_model, unknown_argument
 from fsdp.models.transformer import LlamaFormat
 
 log = logging.getLogger(__name__)
@@ -396,3 +396,65 @@ def turn_caches_off(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
+
+
+# ---------------------------------------------------------------- attention of packed rows
+
+CORE, READER = "shardrun", "shardrun_reader"
+"""Names among transformers' attention functions."""
+
+
+def attend_documents(model: Any, computed: torch.dtype) -> None:
+    """Packed rows: replaces transformers' sdpa by `attend`, without a mask of transformers. Before sharding;
+    the layers compute in `computed`.
+
+    A forward of a copy on meta reads what the attention asks for. Where that is more than `attend` computes,
+    the model keeps its attention and its mask.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        return
+    try:
+        reader = _read_attention(model, computed)
+        sdpa = model.config._attn_implementation == "sdpa" and bool(reader.layers)
+        fault = reader.fault or ("" if sdpa else "it is not transformers' sdpa")
+    except Exception as error:  # what a forward without values raises differs from model to model
+        fault = f"it cannot be read on the meta device ({first_line(error, 80)})"
+    if fault:
+        log.info("packed rows: %s keeps transformers' attention and mask: %s", type(model).__name__, fault)
+        return
+    from transformers import AttentionInterface
+
+    dtypes, head_dims, windows = (set(values) for values in zip(*reader.layers.values(), strict=True))
+    rows = Rows(max(dtypes, key=lambda dtype: dtype.itemsize), head_dims, windows)
+    for name in reader.layers:
+        model.get_submodule(name).document_rows = rows
+    model.register_forward_pre_hook(functools.partial(_read_rows, rows), with_kwargs=True)
+    # It has no mask function: transformers then makes no mask, and reads no positions.
+    AttentionInterface.register(CORE, attend_rows)
+    model.set_attn_implementation(CORE)
+
+
+def _read_attention(model: nn.Module, computed: torch.dtype) -> AttentionReader:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    trial: Any = copy.deepcopy(model).to("meta")
+    group_experts(trial)
+    for parameter in trial.parameters():  # as sharding casts them; buffers stay
+        parameter.data = parameter.data.to(computed)
+    tokens = torch.zeros(2, 8, dtype=torch.long, device="meta")
+    reader = AttentionReader(trial, tokens.shape)
+    AttentionInterface.register(READER, reader.attention)
+    AttentionMaskInterface.register(READER, reader.mask)
+    trial.set_attn_implementation(READER)
+    for reader.packed in (False, True):
+        with torch.no_grad(), reader:
+            trial(tokens, position_ids=tokens)
+    return reader
+
+
+def _read_rows(rows: Rows, model: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+    positions = more.get(POSITIONS)
+    if positions is None:  # each row is one document
+        tokens = args[0] if args else more["input_ids"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    rows.read(positions)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fsdp.base.torch_private import ConvertedModule
+from fsdp.models.attention import Rows, attend
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
-from fsdp.models.packed import Documents, documents_of
 from fsdp.models.registry import BuiltIn, check_multiple
 from fsdp.models.units import LARGE_LAYER
 
@@ -73,6 +73,8 @@ class Rotary:
 
 
 class Attention(nn.Module):
+    core = staticmethod(attend)
+
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
@@ -82,12 +84,12 @@ class Attention(nn.Module):
         self.v = nn.Linear(sizes.width, kv_width, bias=False)
         self.o = nn.Linear(q_width, sizes.width, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary, documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, rows: Rows | None = None) -> Tensor:
         q = rotary.turn(self._split(self.q(x), self.heads))
         k = rotary.turn(self._split(self.k(x), self.kv_heads))
         v = self._split(self.v(x), self.kv_heads)
-        if documents is not None:
-            y = documents.attend(q, k, v)
+        if rows is not None:
+            y = self.core(q, k, v, rows)
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
@@ -121,8 +123,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(sizes)
         self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Rotary, documents: Documents | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, documents))
+    def forward(self, x: Tensor, rotary: Rotary, rows: Rows | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, rows))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
@@ -167,6 +169,7 @@ class Transformer(ConvertedModule):
     """tokens [batch, length] → logits [batch, length, vocab_size].
 
     With position_ids [batch, length] a row holds several documents: each begins where positions start again.
+    `rows`, if given, is what knows them.
     """
 
     rotary_cos: Tensor
@@ -189,7 +192,7 @@ class Transformer(ConvertedModule):
             draw_parameters(self, int(torch.randint(1 << 31, ())))
             self.init_buffers(self.embedding.weight.device)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None, rows: Rows | None = None) -> Tensor:
         tables = (self.rotary_cos, self.rotary_sin)
         if position_ids is None:
             rotary = Rotary(*(table[: tokens.shape[1]] for table in tables))
@@ -201,10 +204,10 @@ class Transformer(ConvertedModule):
             x = self.dropout(TiedLookup.apply(weight, tokens, embedding))
         else:
             x = self.dropout(embedding(tokens))
-        head_dim = 2 * self.rotary_cos.shape[1]
-        documents = None if position_ids is None else documents_of(position_ids, x, head_dim)
+        if rows is None and position_ids is not None:
+            rows = Rows(x.dtype, (self.sizes.head_dim,)).read(position_ids)
         for block in self.blocks:
-            x = block(x, rotary, documents)
+            x = block(x, rotary, rows)
         return self.head(self.norm(x))
 
     def units(self) -> list[nn.Module | list[nn.Module]]:

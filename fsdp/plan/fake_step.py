@@ -37,7 +37,7 @@ from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
 from fsdp.distributed.collectives import tensors_in
 from fsdp.distributed.mesh import MeshSizes, build_mesh
-from fsdp.models import ModelSpec, packed, to_empty, transformer, vision
+from fsdp.models import ModelSpec, attention, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.hf import group_experts, resolve_folder
@@ -245,10 +245,10 @@ def _bounds(starts: Tensor) -> Tensor:
 
 
 PACKED = {
-    "uses_varlen": lambda _, dtype, head_dim: packed.fits_varlen(dtype, head_dim),
+    "uses_varlen": lambda _, dtype, head_dim: attention.fits_varlen(dtype, head_dim),
     "document_bounds": _bounds,
 }
-"""Functions of fsdp.models.packed."""
+"""Functions of fsdp.models.attention."""
 
 
 # ---------------------------------------------------------------- the fake world
@@ -325,7 +325,7 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)
     stand_ins, of_rows = (STAND_INS, PACKED) if ask.device == "cuda" else ({}, {})
-    in_place = mock.patch.dict(vars(F), stand_ins), mock.patch.dict(vars(packed), of_rows)
+    in_place = mock.patch.dict(vars(F), stand_ins), mock.patch.dict(vars(attention), of_rows)
     with fake_world(ask.sizes, ask.rank) as mesh, in_place[0], in_place[1]:
         sharded = shard_model(model, sharding_of(plain, ask.sizes, CPU), mesh)
         with fake_forward():  # the model comes from meta

@@ -31,7 +31,7 @@ from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.init import seeded, to_empty
 from fsdp.models.loss import CustomLoss, LossFunction, load_loss
-from fsdp.models.registry import POSITIONS, check_parameters
+from fsdp.models.registry import PACKED, POSITIONS, check_parameters
 from fsdp.models.units import batch_norms, kept_tensors
 from fsdp.optim.optimizer import Schedule, TrainState, load_factory
 from fsdp.rundir import history
@@ -254,6 +254,10 @@ def trained_model(config: Config, job: Job) -> nn.Module:
             norms[0],
             len(norms),
         )
+    if job.data.info.facts.get(PACKED) and "transformers" in sys.modules:
+        from fsdp.models.hf import attend_documents
+
+        attend_documents(model, job.dtypes.param)
     # autocast leaves the operands of grouped products in the master's dtype
     if job.sizes.strategy == "ddp" and "transformers" in sys.modules:
         from fsdp.models.hf import select_experts_kernel

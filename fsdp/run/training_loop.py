@@ -146,7 +146,7 @@ class TrainingLoop(RunParts):
         info, name, sharded = self.job.data.info, self.job.spec.name, self.sharded
         if not info.facts.get(PACKED):
             return
-        from fsdp.models.packed import check_chunks, check_documents_apart
+        from fsdp.models.attention import check_chunks, check_documents_apart
 
         check_chunks(sharded.root, name, info.tokens_per_sample)
         if self.config.speed.float8 != "off":

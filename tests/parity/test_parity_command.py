@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.packed import check_documents_apart
+from fsdp.models.attention import check_documents_apart
 from fsdp.parity.__main__ import ParityOptions, Row, compare, difference_of, job_of, rows
 from fsdp.parity.reference import PlainLoop, TrainingRecord
 from fsdp.run.job import prepare, trained_model
