@@ -292,6 +292,7 @@ NOT_TORCH = {
     "_make_submission_file_text": "submitit", "_submitit_command_str": "submitit", "_usr_sig": "submitit",
     "_init_weights": "transformers", "_adjust_missing_and_unexpected_keys": "transformers",
     "_is_hf_initialized": "transformers", "_experts_implementation": "transformers",
+    "_attn_implementation": "transformers",
     "_encode_plus": "transformers", "_batch_encode_plus": "transformers",
     "_hybrid_shard_zero2": "a word that people type for --mesh.strategy",
 }  # fmt: skip
@@ -354,8 +355,8 @@ SKIPPED = {
     tokenize.ENDMARKER,
 }  # fmt: skip
 CEILINGS = {
-    "lines in fsdp": 22_500, "tokens in fsdp": 226_300, "files in fsdp": 124, "lines in launch": 1_900,
-    "lines in tests": 23_820, "lines in bench": 4_900, "lines of slurm": 320, "words of docs": 22_520,
+    "lines in fsdp": 22_500, "tokens in fsdp": 227_500, "files in fsdp": 124, "lines in launch": 1_900,
+    "lines in tests": 23_880, "lines in bench": 4_900, "lines of slurm": 320, "words of docs": 22_650,
     "words of CHANGELOG.md": 1_500, "words of CONTRIBUTING.md": 1_800, "words of README.md": 900,
     "flags": 138, "largest file in fsdp": 340, "files in fsdp under 35 lines": 16, "fmt: skip": 18,
 }  # fmt: skip
