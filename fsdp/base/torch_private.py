@@ -162,6 +162,11 @@ def gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def module_hooks(module: nn.Module) -> bool:
+    """Whether a forward or backward hook was registered on it, which nothing but its call runs."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 class ConvertedModule(nn.Module):
     """A module with a hook after Module.to, .half, .cuda and the like, for which torch has none.
 

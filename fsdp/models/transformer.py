@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fsdp.base.torch_private import ConvertedModule
+from fsdp.base.torch_private import ConvertedModule, module_hooks
 from fsdp.models.attention import Rows, attend
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.registry import BuiltIn, check_multiple
@@ -72,6 +72,54 @@ class Rotary:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+def joins(x: Tensor, *layers: nn.Linear) -> bool:
+    """Whether the layers' products of x are one. It reads x once, and its backward writes x's gradient once;
+    joining the weights for it costs less if x has twice as many tokens as they have rows. A layer that is
+    wrapped, hooked or frozen keeps its own product.
+    """
+    rows = sum(layer.out_features for layer in layers)
+    return (
+        x.is_cuda
+        and x.numel() >= 2 * rows * x.shape[-1]
+        and not torch.is_autocast_enabled("cuda")
+        and all(
+            type(layer) is nn.Linear and layer.weight.requires_grad and not module_hooks(layer)
+            for layer in layers
+        )
+    )
+
+
+class JoinedProducts(torch.autograd.Function):
+    """x times each weight, in backward by one product for x and one for the weights, in forward by one for
+    all but the last `apart`: a part that is kept for backward keeps all that was made with it.
+
+    Backward joins the weights in another order than forward: of two equal joins the compiler would make one
+    and keep it between them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, apart: int, *weights: Tensor) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(x, *weights)
+        joined = weights[: len(weights) - apart]
+        parts = F.linear(x, torch.cat(joined)).split([len(weight) for weight in joined], -1)
+        return *parts, *(F.linear(x, weight) for weight in weights[len(joined) :])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        weights.reverse()
+        joined = torch.cat(gradients[::-1], -1)
+        of_weights = (joined.flatten(0, -2).t() @ x.flatten(0, -2)).split([len(w) for w in weights])
+        return joined @ torch.cat(weights), None, *of_weights[::-1]
+
+
+def products(x: Tensor, *layers: nn.Linear, apart: int = 0) -> tuple[Tensor, ...]:
+    if joins(x, *layers):
+        return JoinedProducts.apply(x, apart, *(layer.weight for layer in layers))
+    return tuple(layer(x) for layer in layers)
+
+
 class Attention(nn.Module):
     core = staticmethod(attend)
 
@@ -85,9 +133,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(q_width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, rows: Rows | None = None) -> Tensor:
-        q = rotary.turn(self._split(self.q(x), self.heads))
-        k = rotary.turn(self._split(self.k(x), self.kv_heads))
-        v = self._split(self.v(x), self.kv_heads)
+        q, k, v = products(x, self.q, self.k, self.v, apart=1)  # v is kept, q and k are rotated first
+        q = rotary.turn(self._split(q, self.heads))
+        k = rotary.turn(self._split(k, self.kv_heads))
+        v = self._split(v, self.kv_heads)
         if rows is not None:
             y = self.core(q, k, v, rows)
         else:
@@ -111,7 +160,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(sizes.ffn, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = products(x, self.gate, self.up)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -137,7 +187,9 @@ class TiedLookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor, embedding: nn.Embedding) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, weight: Tensor, tokens: Tensor, embedding: nn.Embedding
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.weight = weight
         return embedding(tokens)

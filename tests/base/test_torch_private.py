@@ -199,11 +199,8 @@ def test_what_the_groups_of_fsdp_hold() -> None:
     holds(found["parameters"] == expected, "private.parameter_name", f"names are {found['parameters']}")
     holds(found["order"] == ["0", "1", ""], "private.forward_order", f"the order is {found['order']}")
     holds(found["frees"] == [False, True, True], "private.frees_after_forward", f"it is {found['frees']}")
-    holds(
-        found["late"] == [(0, [True]), (1, [True, True])],
-        "private.unreduced_groups",
-        f"it finds {found['late']}",
-    )
+    late = found["late"] == [(0, [True]), (1, [True, True])]
+    holds(late, "private.unreduced_groups", f"it finds {found['late']}")
     holds(all(found["gradients"]), "private.sharded_gradient", "a reduced gradient is not found")
     holds(all(found["kept"]), "private.accumulated_gradient", "an unreduced gradient is not found")
 
@@ -269,18 +266,14 @@ def test_collectives_reductions_and_resizes_of_fsdp_are_seen() -> None:
     # A gather and its copy for three groups, forward; for one of them again, backward; three reductions.
     holds(found["collectives"] >= 9, "private.around_collectives", f"it sees {found['collectives']} calls")
     expected = {(5, 3), (5,), (3, 5), (3,), (4,)}
-    holds(
-        set(found["gradients"]) == expected, "private.around_collectives", f"gradients: {found['gradients']}"
-    )
+    shapes = set(found["gradients"])
+    holds(shapes == expected, "private.around_collectives", f"gradients: {shapes}")
     # The root's and the first unit's last: their inputs need no gradient.
     reduced = [["1.weight", "1.bias"], ["scale"], ["0.weight", "0.bias"]]
     holds(found["reduced"] == reduced, "private.before_reductions", f"it sees {found['reduced']}")
     holds({0, 5 * 3 * 4 + 4 * 3} & found["resized"], "private.after_resizes", f"it sees {found['resized']}")
-    holds(
-        all(name.startswith("torch.") for name in found["restored"]) and not found["resize_"],
-        "private._wrapped",
-        "a patch stays behind",
-    )
+    restored = all(name.startswith("torch.") for name in found["restored"]) and not found["resize_"]
+    holds(restored, "private._wrapped", "a patch stays behind")
 
 
 def cut_by_another(env: DistEnv) -> tuple[int, bool]:
@@ -490,9 +483,8 @@ def test_a_callback_runs_when_all_gradients_are_computed() -> None:
     loss = (first * 2 * last).sum()
     loss.register_hook(lambda _: private.at_end_of_backward(lambda: seen.append((first.grad, last.grad))))
     loss.backward()
-    holds(
-        len(seen) == 1 and None not in seen[0], "private.at_end_of_backward", "it runs before the gradients"
-    )
+    after = len(seen) == 1 and None not in seen[0]
+    holds(after, "private.at_end_of_backward", "it runs before the gradients")
 
 
 # ---------------------------------------------------------------- fake tensors, tensors, modules, optimizers
@@ -508,16 +500,11 @@ def test_attention_runs_a_known_operator() -> None:
 
 def test_a_float8_product_runs_the_known_operator() -> None:
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.tensor(1.0)
-    with (
-        Operators() as mode,
-        contextlib.suppress(RuntimeError, NotImplementedError),
-    ):  # not every processor has kernels
+    # not every processor has kernels
+    with Operators() as mode, contextlib.suppress(RuntimeError, NotImplementedError):
         torch._scaled_mm(ones, ones.t(), scale, scale, out_dtype=torch.bfloat16)
-    holds(
-        private.product_operators() & set(mode.seen),
-        "private.product_operators",
-        f"a product runs {mode.seen}",
-    )
+    known = private.product_operators() & set(mode.seen)
+    holds(known, "private.product_operators", f"a product runs {mode.seen}")
 
 
 def test_varlen_attention_runs_a_known_operator() -> None:
@@ -563,9 +550,8 @@ class Tables(private.ConvertedModule):
 def test_modules_are_converted_with_a_hook() -> None:
     model: Any = nn.Sequential(Tables())
     model.to(torch.bfloat16)
-    holds(
-        model[0].table.tolist() == [7.0, 7.0], "private.ConvertedModule", "Module.to does not call the hook"
-    )
+    hooked = model[0].table.tolist() == [7.0, 7.0]
+    holds(hooked, "private.ConvertedModule", "Module.to does not call the hook")
     holds(model[0].weight.dtype == torch.bfloat16, "private.ConvertedModule", "Module.to converts nothing")
     parameter = model[0].weight
     private.convert_tensors(model, lambda tensor: tensor.double())
@@ -592,6 +578,12 @@ def test_gradient_hooks_of_a_parameter_are_found() -> None:
         holds(private.gradient_hooks(parameter), "private.gradient_hooks", f"{how} is not seen")
         handle.remove()
         assert not private.gradient_hooks(parameter)
+
+
+@pytest.mark.parametrize("how", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_a_module_are_found(how: str) -> None:
+    getattr(module := nn.Linear(1, 1), f"register_{how}_hook")(lambda *_: None)
+    holds(private.module_hooks(module), "private.module_hooks", f"a {how} hook is not seen")
 
 
 def test_adam_updates_local_shards() -> None:
@@ -668,11 +660,8 @@ def test_dcp_writes_the_same_names(tmp_path: Path) -> None:
         argument for _, argument, _ in pickletools.genops(io.BytesIO(data)) if isinstance(argument, str)
     ]
     for module, name in (private.DCP_PLACE, *private.DCP_UNREAD):
-        holds(
-            {module, name} <= set(strings),
-            "private.DCP_PLACE or DCP_UNREAD",
-            f"no {module}.{name} in .metadata",
-        )
+        held = {module, name} <= set(strings)
+        holds(held, "private.DCP_PLACE or DCP_UNREAD", f"no {module}.{name} in .metadata")
     place = vars(private.storage_info("a", 1, 2))
     fits = (place["relative_path"], place["offset"], place["length"]) == ("a", 1, 2)
     holds(fits, "private.storage_info", f"its fields are {place}")

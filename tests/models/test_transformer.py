@@ -116,14 +116,15 @@ WORDS = torch.randint(0, 40, (2, 2, 48), generator=torch.Generator().manual_seed
 
 class Bytes(TorchDispatchMode):
     """Bytes that operations read and write: none of views, of index_add_ the rows, and of others that touch
-    one element a row none.
+    one element a row none. And the number of products.
     """
 
     few = ("gather", "scatter_", "nll_loss_forward", "index_add_")
-    moved = 0
+    moved = products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.name().removeprefix("aten::").split(".")[0]
+        self.products += name in ("mm", "addmm")
         if name in self.few:
             self.moved += 3 * args[3].nbytes if name == "index_add_" else 0
         elif not func.is_view and "empty" not in name:
@@ -171,3 +172,54 @@ def test_a_tied_model_compiles_as_one_graph() -> None:
     eager(WORDS[0]).square().sum().backward()
     torch.compile(compiled, backend="aot_eager", fullgraph=True)(WORDS[0]).square().sum().backward()
     torch.testing.assert_close(compiled.head.weight.grad, eager.head.weight.grad)
+
+
+def joined_gradients(env: DistEnv, joined: bool) -> tuple[dict[str, Tensor], int, int]:
+    """Of fp64 shards; the products of compiled blocks, and the bytes kept for backward."""
+    kept, counted = list[Tensor](), Bytes()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with mock.patch.object(transformer, "joins", return_value=joined):
+        torch._dynamo.reset()
+        model: Any = small(kv_heads=2).double()
+        for block in model.blocks:
+            block.compile(backend="aot_eager_decomp_partition")
+        sizes = resolve_mesh(MeshSection(), env.world_size)
+        config = Config(precision=PrecisionSection(master="fp64"))
+        shard_model(model, sharding_of(config, sizes, env.device), build_mesh(sizes, env.device))
+        tokens = torch.randint(50, (2, 8, 64), generator=torch.Generator().manual_seed(1))[env.rank]
+        with counted, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens).square().mean()
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        with counted:
+            loss.backward()
+    return (
+        {n: p.grad.full_tensor() for n, p in model.named_parameters()},
+        counted.products,
+        sum(held.values()),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_products_of_one_input_are_joined(ranks: int) -> None:
+    apart, together = (run_world(ranks, joined_gradients, joined)[0] for joined in (False, True))
+    for name, grad in apart[0].items():
+        torch.testing.assert_close(together[0][name], grad, rtol=1e-12, atol=1e-12 * float(grad.abs().max()))
+    # a block's forward has two less, its backward four of six less for q, k, v and two of four for gate, up
+    assert apart[1] - together[1] == 2 * (2 + 4 + 2)
+    assert together[2] <= apart[2]
+
+
+@mock.patch.object(Tensor, "is_cuda", True)
+def test_layers_that_are_hooked_or_frozen_are_not_joined() -> None:
+    layers, x = [torch.nn.Linear(8, 4) for _ in range(2)], torch.ones(16, 8)
+    assert transformer.joins(x, *layers)
+    assert not transformer.joins(x, *layers, *layers)  # rows enough for the weights alone to cost more
+    layers[1].weight.requires_grad_(False)
+    assert not transformer.joins(x, *layers)
+    layers[1] = torch.nn.Linear(8, 4)
+    layers[0].register_forward_hook(lambda *_: None)
+    assert not transformer.joins(x, *layers)
