@@ -188,6 +188,7 @@ def test_packed_rows_have_no_mask(how: str) -> None:
     assert "position_ids" in subject_of(config.model, config.data).sample
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_compiled_block_keeps_what_torchs_partitioner_keeps(autocast: bool, dropout: float) -> None:

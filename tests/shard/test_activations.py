@@ -90,6 +90,7 @@ def compiled(kind: Any, *, around: bool = False) -> tuple[int, int, list[Tensor]
     return len(graphs), sum(kept.values()), found
 
 
+@pytest.mark.long
 def test_a_compiled_unit_is_recomputed_in_its_graph() -> None:
     """Dynamo left a unit whose forward was torch's checkpoint itself to eager, with no message."""
     none, full, ops = (compiled(kind) for kind in ("none", "full", "ops"))

@@ -94,7 +94,7 @@ def with_own_norm(env: DistEnv, compiled: Any) -> tuple[list[str], int, list[tor
     return [names[module] for module in sharded.compiled], norms, values
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_norm_beside_the_blocks_is_compiled() -> None:
     """As transformers' final one, which is six kernels; torch's own is one."""
     (names, count, values), *_ = run_world(1, with_own_norm, "true", timeout_s=240)
