@@ -103,14 +103,14 @@ def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
 
 
 def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """FSDP's reductions add up the gradients of the ranks and do not divide."""
+    """FSDP's reductions average gradients that are to be summed, and sum those that are to be averaged."""
 
     def make(shard_model: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> Sharded:
             sharded: Sharded = shard_model(*args, **kwargs)
             for module in sharded.root.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
+                    module.set_gradient_divide_factor(1.0 if sharded.averaged_over > 1 else env.world_size)
             return sharded
 
         return broken
@@ -191,7 +191,7 @@ BREAKS: dict[str, Break] = {
     "a rank left out": rank_left_out,
     "mean over tokens": mean_over_tokens,
     "a unit not reduced": one_unit_by(Scatter),
-    "a sum for a mean": sum_for_mean,
+    "sum and mean exchanged": sum_for_mean,
     "replicas not averaged": replicas_not_averaged,
     "first micro-batch dropped": first_micro_batch_dropped,
     "clipped by local norm": clipped_by_local_norm,

@@ -35,7 +35,7 @@ RIGHT = {
     "z-loss": f"{WORDS} --train.z_loss 0.01",
 }
 WRONG = [name for name in BREAKS if name != "nothing"]
-ONLY = {"a sum for a mean": {"fsdp", "hsdp"}, "replicas not averaged": {"hsdp"}}
+ONLY = {"sum and mean exchanged": {"fsdp", "hsdp"}, "replicas not averaged": {"hsdp"}}
 """The strategies whose meshes differ, where others have no such reduction."""
 
 
