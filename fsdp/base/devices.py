@@ -101,7 +101,7 @@ def digest_shard(tensor: torch.Tensor) -> ShardDigest:
 
     They stay on its device, where int64 wraps modulo 2⁶⁴: the host waits for a device once a tensor.
     """
-    flat = _as_bits(tensor)
+    flat = as_bits(tensor)
     plain, weighted = (torch.zeros((), dtype=torch.int64, device=flat.device) for _ in range(2))
     positions = torch.arange(1, 2 * CHUNK, 2, dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK):
@@ -113,7 +113,8 @@ def digest_shard(tensor: torch.Tensor) -> ShardDigest:
     return ShardDigest(flat.numel(), sums[0] % _WORD, sums[1] % _WORD)
 
 
-def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat, as whole numbers of its elements' size."""
     flat = tensor.detach().contiguous()
     if flat.is_complex():
         flat = torch.view_as_real(flat)
@@ -123,7 +124,7 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both hold the same numbers; a NaN is the same as one of the same bits."""
     alike = tensor.shape == other.shape and tensor.dtype == other.dtype
-    if alike and torch.equal(_as_bits(tensor), _as_bits(other)):
+    if alike and torch.equal(as_bits(tensor), as_bits(other)):
         return True
     # 0 and -0, or of two dtypes; torch compares no numbers of 8 bits
     return tensor.element_size() > 1 and torch.equal(tensor, other)

@@ -34,7 +34,8 @@ from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, FileRange, Mani
 from fsdp.checkpoint.state import PendingState, Piece, Sizes, as_bytes
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
-from fsdp.distributed.collectives import ObjectGroup, local_tensor
+from fsdp.distributed.boxes import local_tensor
+from fsdp.distributed.collectives import ObjectGroup
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import MeshSizes
 from fsdp.optim.optimizer import TrainState, averages, same_states

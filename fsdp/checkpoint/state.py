@@ -24,11 +24,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.devices import NAMES, digest_shard
+from fsdp.base.devices import NAMES
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
-from fsdp.distributed.collectives import ObjectGroup, first_row, local_tensor
+from fsdp.distributed.boxes import Box, beside_runs, box_of, digest_share, local_tensor
+from fsdp.distributed.collectives import ObjectGroup
 from fsdp.models.units import clean_name
 from fsdp.optim.optimizer import TrainState, averages
 
@@ -146,7 +147,10 @@ def _replicas(tensor: torch.Tensor, group: ObjectGroup) -> tuple[int, int]:
     """The number of ranks that hold the same piece, and the index of this one among them."""
     if not isinstance(tensor, DTensor):
         return group.size, group.rank
-    count, index, mesh = 1, 0, tensor.device_mesh
+    mesh = tensor.device_mesh
+    # a mesh that leaves out an axis leaves out the innermost one, tensor
+    count = group.size // mesh.size()
+    index = group.rank % count
     for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
         if tensor.placements[axis].is_replicate():
             count, index = count * mesh.size(axis), index * mesh.size(axis) + coordinate
@@ -160,8 +164,7 @@ def join(path: KeyPath) -> str:
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     """This rank's part of a tensor, under the key of that path."""
     size = tuple(tensor.shape)
-    # DTensor's own function takes a hundred microseconds for each tensor of each save, while the step waits.
-    offsets = (first_row(tensor), *(0,) * (len(size) - 1)) if size else ()
+    offsets = box_of(tensor).offsets
     return Piece(join(path), path, size, offsets, _inner(local_tensor(tensor).detach()))
 
 
@@ -195,22 +198,23 @@ def _optimizer(
 # ---------------------------------------------------------------- boxes
 
 
-def digest(rows: torch.Tensor, offsets: Sizes, size: Sizes) -> int:
-    """The share of these rows in the tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest.
+def digest(part: torch.Tensor, offsets: Sizes, size: Sizes) -> int:
+    """The share of this part in the tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest.
 
     By numpy on a CPU: torch would wake threads on the step's cores. The chunks share an array: where malloc
     maps large blocks, a new one for each takes four times as long.
     """
-    begin = offsets[0] * math.prod(size[1:]) if size else 0
-    if rows.device.type != "cpu" or rows.is_complex() or not rows.numel():
-        return digest_shard(rows).at(begin)
-    bits = rows.detach().contiguous().view(-1).view(_BITS[rows.element_size()]).numpy()
+    box = Box(size, offsets, tuple(part.shape))
+    if part.device.type != "cpu" or part.is_complex() or not part.numel():
+        return digest_share(part, box)
+    begin = box.start
+    bits = part.detach().contiguous().view(-1).view(_BITS[part.element_size()]).numpy()
     numbers, total = np.empty(min(bits.size, CHUNK), dtype=np.int64), 0
     for start in range(0, bits.size, CHUNK):
-        part = numbers[: bits.size - start]
-        np.copyto(part, bits[start : start + CHUNK])
-        total += int(np.dot(part, _POSITIONS[: part.size])) + 2 * (begin + start) * int(part.sum())
-    return total % 2**64
+        some = numbers[: bits.size - start]
+        np.copyto(some, bits[start : start + CHUNK])
+        total += int(np.dot(some, _POSITIONS[: some.size])) + 2 * (begin + start) * int(some.sum())
+    return (total + beside_runs(part, box)) % 2**64
 
 
 def overlap(a: tuple[Sizes, Sizes], b: tuple[Sizes, Sizes]) -> tuple[Sizes, Sizes] | None:

@@ -37,7 +37,7 @@ def check(config: Config) -> None:
             pair = f"{_flag(config, field)} and {_flag(config, other)} do not go together"
             hint = re.sub(r"\{(\w+\.\w+)\}", lambda name: shown_value(value_of(config, name[1])), hint)
             raise ConfigError(f"{pair}{reason and f': {reason}'}.", hint)
-    for check_more in (_sources, _texts, _ray):
+    for check_more in (_sources, _texts, _axes, _ray):
         for message, hint in check_more(config):
             raise ConfigError(message, hint)
 
@@ -218,6 +218,13 @@ ROWS: tuple[Row, ...] = (
         **_of("memory.cpu_offload"), **_of("memory.nvme"),
         "optim.name": lambda c: _whole(c) and ":" not in c.optim.name,
     }),
+    *_beside("mesh.strategy", _ddp, "--mesh.strategy hsdp",
+             _of("mesh.context") | _of("mesh.tensor") | _of("mesh.expert")),
+    *(row for axis in ("mesh.context", "mesh.tensor", "mesh.expert")
+      for row in _beside(axis, _changed(axis), f"--{axis} 1", {
+          **_of("mesh.unsharded"), **_of("memory.cpu_offload"), **_of("memory.nvme"),
+          **_of("comm.all_reduce_hook"), **_of("comm.all_gather"), **_of("comm.reduce_scatter"),
+      })),
     *_beside("precision.frozen", _changed("precision.frozen"), "--precision.frozen auto",
              _of("memory.nvme", "all") | _of("speed.float8")),
     # an update that rounds stochastically, which is Adam's; ddp reduces gradients in the parameters' dtype
@@ -248,6 +255,7 @@ ROWS: tuple[Row, ...] = (
 # ---------------------------------------------------------------- what is no row
 
 Problems = Iterator[tuple[str, str]]
+UNBUILT_AXES = ("context", "tensor", "expert")
 
 
 def _sources(config: Config) -> Problems:
@@ -299,14 +307,23 @@ def _texts(config: Config) -> Problems:
         )
 
 
+def _axes(config: Config) -> Problems:
+    for axis in UNBUILT_AXES:
+        if getattr(config.mesh, axis) > 1:
+            yield f"--mesh.{axis} is not supported yet.", f"--mesh.{axis} 1"
+
+
 def _ray(config: Config) -> Problems:
     ray, mesh = config.ray, config.mesh
     profile_steps(config.profile.steps)
     low, high = worker_range(ray.num_workers)
-    size = mesh.replicate * mesh.shard
+    further = ("context", mesh.context), ("tensor", mesh.tensor)
+    size = mesh.replicate * mesh.shard * mesh.context * mesh.tensor
     if config.backend == "ray" and size and not low <= size <= high:
         yield (
-            f"--mesh.replicate {mesh.replicate} × --mesh.shard {mesh.shard} = {size} ranks, but "
+            f"--mesh.replicate {mesh.replicate} × --mesh.shard {mesh.shard}"
+            + "".join(f" × --mesh.{axis} {n}" for axis, n in further if n > 1)
+            + f" = {size} ranks, but "
             f"--ray.num_workers is {ray.num_workers}.",
             f"--ray.num_workers {size}",
         )

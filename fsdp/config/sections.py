@@ -289,7 +289,23 @@ class MeshSection:
     replicate: int = knob(0, unit="ranks", low=0, common=True)
     """size of mesh axis dp_replicate; 0: derived"""
     shard: int = knob(0, unit="ranks", low=0, common=True)
-    """size of mesh axis dp_shard; 0: derived"""
+    """data ranks of one copy of the weights; 0: derived"""
+    context: int = knob(1, unit="ranks", low=1)
+    """ranks that divide each row of tokens (Ulysses)
+
+    Each holds a part of every row; attention exchanges heads for positions. Weights are sharded over these
+    ranks too. It divides the query heads. docs/strategies.md
+    """
+    tensor: int = knob(1, unit="ranks", low=1)
+    """ranks that divide each layer's products
+
+    By the model's own plan. It divides heads, the vocabulary and every width that the plan divides.
+    """
+    expert: int = knob(1, unit="ranks", low=1)
+    """ranks that divide the experts of a mixture
+
+    It divides the ranks of one copy of the weights and the number of experts: no further ranks are needed.
+    """
     reshard_after_forward: str = knob("auto", common=True)
     """free gathered parameters after forward
 

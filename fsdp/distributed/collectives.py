@@ -5,20 +5,17 @@ broadcast_object       rank 0's object on every rank
 all_gather_objects     every rank's object on every rank
 on_main                a function of rank 0: its result, or its error, on every rank
 all_to_all             elements from each rank to each rank
-rows_of, local_tensor  rows of a shard, as torch.chunk divides dim 0; this rank's part of a DTensor
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import CheckpointError, OtherRankFailed, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
@@ -174,80 +171,3 @@ class ObjectGroup:
         if sent is not None:
             raise failure or sent
         return value  # type: ignore[return-value]
-
-
-# ---------------------------------------------------------------- shards of a tensor
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The elements of a flattened parameter that a rank keeps: dim-0 rows are contiguous, so two numbers
-    suffice.
-    """
-
-    start: int
-    numel: int
-
-
-def rows_of(rows: int, index: int, count: int) -> range:
-    """Rows of shard `index` of `count`: ceil(rows / count) each, the last ones fewer or none."""
-    chunk = -(-rows // count)
-    return range(min(rows, index * chunk), min(rows, (index + 1) * chunk))
-
-
-def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
-    """Elements of shard `index` of `count`."""
-    rows, row = (shape[0], shape[1:].numel()) if len(shape) else (1, 1)
-    kept = rows_of(rows, index, count)
-    return Cut(kept.start * row, len(kept) * row)
-
-
-def shard_axis(tensor: Tensor) -> int | None:
-    """The axis of the mesh along which a tensor is divided; None for one that is whole on each rank."""
-    if not isinstance(tensor, DTensor):
-        return None
-    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
-    assert len(axes) <= 1, "sharded along one axis"
-    assert not axes or tensor.placements[axes[0]].is_shard(0), "sharded on dim 0 alone"
-    return axes[0] if axes else None
-
-
-def shard_count(tensor: Tensor) -> int:
-    """The number of pieces of a parameter, replicas not counted."""
-    axis = shard_axis(tensor)
-    return tensor.device_mesh.size(axis) if isinstance(tensor, DTensor) and axis is not None else 1
-
-
-def first_row(tensor: Tensor) -> int:
-    """The place of this rank's shard in the whole."""
-    axis = shard_axis(tensor)
-    if axis is None or not isinstance(tensor, DTensor):
-        return 0
-    mesh = tensor.device_mesh
-    # Not get_local_rank: a spec that DTensor caches from an earlier run of this process has groups that
-    # are gone.
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return rows_of(tensor.shape[0], coordinate[axis], mesh.size(axis)).start
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory; any other tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if not torch.is_grad_enabled():
-        return tensor.to_local()
-    with torch.no_grad():  # or to_local records a graph
-        return tensor.to_local()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in lists, tuples and mappings of any depth."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)

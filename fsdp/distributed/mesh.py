@@ -50,8 +50,22 @@ class MeshSizes:
     def ranks(self) -> int:
         return self.data * self.context * self.tensor
 
+    @functools.cached_property
+    def weight_shards(self) -> int:
+        """Ranks over which FSDP divides a copy of the weights."""
+        return self.shard * self.context
+
     def __str__(self) -> str:
-        return f"{self.strategy} {self.replicate}×{self.shard}"
+        axes = {"context": self.context, "tensor": self.tensor, "expert": self.expert}
+        more = "".join(f" {axis} {size}" for axis, size in axes.items() if size > 1)
+        return f"{self.strategy} {self.replicate}×{self.shard}{more}"
+
+    @functools.cached_property
+    def equation(self) -> str:
+        further = {"context": self.context, "tensor": self.tensor}
+        named = {"replicate": self.replicate, "shard": self.shard}
+        named |= {axis: size for axis, size in further.items() if size > 1}
+        return " × ".join(f"{axis} {size}" for axis, size in named.items()) + f" = {self.ranks} ranks"
 
 
 @dataclass(frozen=True)
@@ -86,38 +100,54 @@ class BatchPlan:
 
 def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes:
     """The sizes for this many ranks, or ConfigError with the whole equation."""
-    strategy = _strategy(mesh, world_size, num_nodes)
-    replicate, shard = _fill(mesh, strategy, world_size, num_nodes)
-    if replicate * shard != world_size:
+    data_ranks = max(1, world_size // (mesh.context * mesh.tensor))
+    strategy = _strategy(mesh, data_ranks, num_nodes)
+    replicate, shard = _fill(mesh, strategy, data_ranks, num_nodes)
+    sizes = MeshSizes(strategy, replicate, shard, mesh.context, mesh.tensor, mesh.expert)
+    if sizes.ranks != world_size:
+        axes = [axis for axis in ("context", "tensor") if getattr(mesh, axis) > 1]
+        fitting = "--mesh.replicate 0 --mesh.shard 0, which fit any number"
+        if world_size % (mesh.context * mesh.tensor):
+            fitting = " ".join(f"--mesh.{axis} 1" for axis in axes)
         raise ConfigError(
-            f"replicate {replicate} × shard {shard} = {replicate * shard} ranks, "
-            f"but {world_size} were started.",
-            f"--mesh.replicate 0 --mesh.shard 0, which fit any number, or start {replicate * shard}",
+            f"{sizes.equation}, but {world_size} were started.", f"{fitting}, or start {sizes.ranks}"
         )
-    _check_reshard(mesh, shard)
-    return MeshSizes(strategy, replicate, shard)
+    _check_reshard(mesh, sizes.weight_shards)
+    copy = sizes.ranks // sizes.replicate
+    if copy % sizes.expert or (sizes.expert > 1 and sizes.expert % sizes.tensor):
+        fits = max(
+            n
+            for n in range(1, copy + 1)
+            if not copy % n and (n == 1 or not n % sizes.tensor) and n <= sizes.expert
+        )
+        raise ConfigError(
+            f"--mesh.expert {sizes.expert} does not divide the {copy} ranks of a copy of the weights "
+            f"({sizes.equation}), or is no multiple of tensor {sizes.tensor}.",
+            f"--mesh.expert {fits}",
+        )
+    return sizes
 
 
-def _strategy(mesh: MeshSection, world_size: int, num_nodes: int) -> Strategy:
+def _strategy(mesh: MeshSection, data_ranks: int, num_nodes: int) -> Strategy:
     if mesh.strategy != "auto":
         return mesh.strategy
     # Nodes of one rank have nothing to shard within.
-    several = world_size > num_nodes > 1
+    several = data_ranks > num_nodes > 1
     return "hsdp" if mesh.replicate > 1 or (several and not mesh.replicate and not mesh.shard) else "fsdp"
 
 
-def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int) -> tuple[int, int]:
+def _fill(mesh: MeshSection, strategy: Strategy, data_ranks: int, num_nodes: int) -> tuple[int, int]:
     if strategy == "ddp":
-        return mesh.replicate or world_size, 1
+        return mesh.replicate or data_ranks, 1
     if strategy == "fsdp":
-        return 1, mesh.shard or world_size
+        return 1, mesh.shard or data_ranks
     replicate, shard = mesh.replicate, mesh.shard
     if not replicate and not shard:
         # Shard inside a node, where links are fast; a single node splits in two if its ranks are even.
         # Nodes with different numbers of ranks cannot each hold a whole copy.
-        even = num_nodes > 1 and world_size % num_nodes == 0
-        replicate = num_nodes if even else 2 if num_nodes == 1 and world_size % 2 == 0 else 1
-    return (replicate or max(1, world_size // shard)), (shard or max(1, world_size // replicate))
+        even = num_nodes > 1 and data_ranks % num_nodes == 0
+        replicate = num_nodes if even else 2 if num_nodes == 1 and data_ranks % 2 == 0 else 1
+    return (replicate or max(1, data_ranks // shard)), (shard or max(1, data_ranks // replicate))
 
 
 def _check_reshard(mesh: MeshSection, shard: int) -> None:
@@ -143,14 +173,15 @@ def mesh_views(sizes: MeshSizes) -> dict[str, dict[str, int]]:
     except the one that a model without others is applied to, and so are meshes that no flag asks for.
     """
     replicate, copy = sizes.replicate, sizes.ranks // sizes.replicate
-    shards = sizes.shard * sizes.context
-    views = {"weights": {"dp_replicate": replicate, "dp_shard": shards, "tensor": sizes.tensor}}
+    views = {"weights": {"dp_replicate": replicate, "dp_shard": sizes.weight_shards, "tensor": sizes.tensor}}
     if sizes.expert > 1:
         axes = {"dp_replicate": replicate, "expert_shard": copy // sizes.expert, "expert": sizes.expert}
         views["experts"] = axes
+    if sizes.tensor > 1:
+        views["copy"] = {"dp_replicate": replicate, "copy": copy}
     if sizes.context > 1:
         views["context"] = {"data": sizes.data, "context": sizes.context, "tensor": sizes.tensor}
-    kept = ("dp_replicate",) if sizes.strategy == "ddp" else ("dp_shard", "expert_shard")
+    kept = ("dp_replicate",) if sizes.strategy == "ddp" else ("dp_shard", "expert_shard", "copy")
     return {
         view: {axis: size for axis, size in axes.items() if size > 1 or axis in kept}
         for view, axes in views.items()

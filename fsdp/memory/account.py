@@ -31,7 +31,7 @@ from fsdp.base.torch_private import (
 )
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.distributed.collectives import local_tensor, tensors_in
+from fsdp.distributed.boxes import local_tensor, tensors_in
 from fsdp.optim.optimizer import is_custom
 
 if TYPE_CHECKING:

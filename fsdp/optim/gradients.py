@@ -24,7 +24,7 @@ from fsdp.base.text import named_ranks
 from fsdp.base.torch_private import foreach_multiply_, foreach_norm
 from fsdp.config import TrainSection
 from fsdp.distributed import collectives
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import counts_here, local_tensor
 from fsdp.optim.optimizer import TrainState
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,18 @@ class Gradients:
         parameters: Iterable[nn.Parameter],
         shard_group: dist.ProcessGroup | None,
         in_turn: InTurn | None = None,
+        tensor_rank: int = 0,
     ) -> None:
-        """`in_turn` yields tensors a few at a time, for gradients that must not all be in memory at once."""
+        """`in_turn` yields tensors a few at a time, for gradients that must not all be in memory at once.
+        Of a shard that several ranks of a copy of the weights hold, the first one's adds to the norm.
+        """
         listed = list(parameters)
         trained = [p for p in listed if p.requires_grad]
         self._frozen = [p for p in listed if not p.requires_grad]
         self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
         self._group, self._in_turn = shard_group, in_turn
+        self._uncounted = {p for p in self._sharded if not counts_here(p, tensor_rank)}
         self.norms: list[Tensor] = []
         """Of the last `norm`: that of this rank's part of each of `held`."""
         self.held: list[nn.Parameter] = []
@@ -115,7 +119,10 @@ class Gradients:
         for some in [grads] if self._in_turn is None else self._in_turn(grads):
             norms += foreach_norm(some)
         self.norms += norms
-        return torch.linalg.vector_norm(torch.stack(norms)).square()
+        if self._uncounted:
+            named = zip(self.held[-len(norms) :], norms, strict=True)
+            norms = [norm for parameter, norm in named if parameter not in self._uncounted]
+        return torch.linalg.vector_norm(torch.stack(norms)).square() if norms else None
 
 
 class LossScaler:

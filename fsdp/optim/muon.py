@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.distributed import collectives
-from fsdp.distributed.collectives import local_tensor, rows_of, shard_axis, shard_count
+from fsdp.distributed.boxes import local_tensor, rows_of, shard_axis, shard_count
 from fsdp.models.lora import matching, patterns
 from fsdp.models.units import clean_name
 

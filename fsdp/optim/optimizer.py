@@ -41,7 +41,7 @@ from fsdp.base.torch_private import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
 from fsdp.distributed import collectives
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.models import load_attribute
 from fsdp.models.registry import blame, parameters_of
 from fsdp.models.units import clean_name

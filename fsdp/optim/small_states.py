@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import like_shard
-from fsdp.distributed.collectives import first_row, local_tensor
+from fsdp.distributed.boxes import box_of, local_tensor
 
 Kind = Literal["bf16", "8bit"]
 Views = dict[str, Tensor]
@@ -103,7 +103,7 @@ class SmallStateAdam(torch.optim.Optimizer):
         word = mixed(count, self._places[parameter])
         for first, rows in _slices(views["parameter"], COMPILED_SLICE if compiled else SLICE):
             part = {name: view.narrow(0, first, rows) for name, view in views.items()}
-            start = (first_row(parameter) + first) * part["parameter"].shape[1:].numel()
+            start = (box_of(parameter).offsets[0] + first) * part["parameter"].shape[1:].numel()
             update(part, group, count, start, word)
 
     def _count(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> int:

@@ -35,7 +35,7 @@ from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
 from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
-from fsdp.distributed.collectives import tensors_in
+from fsdp.distributed.boxes import tensors_in
 from fsdp.distributed.mesh import MeshSizes, build_mesh
 from fsdp.models import ModelSpec, attention, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model

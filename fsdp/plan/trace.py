@@ -38,7 +38,7 @@ from fsdp.base.torch_private import (
     schema,
     sharded_gradient,
 )
-from fsdp.distributed.collectives import local_tensor, tensors_in
+from fsdp.distributed.boxes import local_tensor, tensors_in
 from fsdp.memory.account import LiveStorages, Pool
 
 KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers",

@@ -160,9 +160,14 @@ def apply_update(parts: StepParts, step: int, loss: Tensor | None, norm: Tensor)
 
 
 def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
-    """The gradients of a sharded model, whose norm is summed over dp_shard."""
-    group = sharded.mesh.get_group("dp_shard") if sharded.sizes.strategy != "ddp" else None
-    return Gradients(sharded.root.parameters(), group, in_turn)
+    """The gradients of a sharded model, whose norm is summed over the ranks of one copy of the weights."""
+    if sharded.sizes.strategy == "ddp":
+        return Gradients(sharded.root.parameters(), None, in_turn)
+    mesh, copy = sharded.mesh, sharded.views.get("copy")
+    if copy is None:
+        return Gradients(sharded.root.parameters(), mesh.get_group("dp_shard"), in_turn)
+    tensor_rank = mesh.get_local_rank("tensor")
+    return Gradients(sharded.root.parameters(), copy.get_group("copy"), in_turn, tensor_rank)
 
 
 # ---------------------------------------------------------------- sums over the global batch

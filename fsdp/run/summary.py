@@ -47,7 +47,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         for dtype in (dtypes.param, dtypes.master, dtypes.reduce, dtypes.frozen)
     )
     facts = {
-        "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks"
+        "mesh": f"{sizes.strategy}, {sizes.equation}"
         + ("" if sizes.strategy == "ddp" else f", reshard_after_forward {shown_value(reshard)}"),
         "model": f"{job.spec.name} {config.model.preset}".strip()
         + f", {total:,} parameters, {trained:,} trained",
@@ -90,12 +90,13 @@ def _resting(config: Config, job: Job, model: nn.Module) -> float:
     dtypes, whole = job.dtypes, {*whole_parameters(model, config.mesh.unsharded).values()}
     held = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total
     kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
-    return kept + (held - kept) / job.sizes.shard
+    return kept + (held - kept) / job.sizes.weight_shards
 
 
 def dry_run(config: Config, env: DistEnv) -> str:
     """For the ranks that were started; for one process, for as many as the mesh flags name."""
-    named = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    mesh = config.mesh
+    named = max(1, mesh.replicate) * max(1, mesh.shard) * mesh.context * mesh.tensor
     ranks = named if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     return "\n".join(columns(list(describe(config, job, trained_model(config, job)).items())))

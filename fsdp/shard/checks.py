@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.base.devices import as_int64, combine, digest_shard
+from fsdp.base.devices import as_int64, combine
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.base.torch_private import (
     frees_after_forward,
@@ -39,7 +39,8 @@ from fsdp.base.torch_private import (
     writes,
 )
 from fsdp.config import MemorySection
-from fsdp.distributed.collectives import all_gather_objects, cut_of, local_tensor, shard_count
+from fsdp.distributed.boxes import box_of, digest_share, local_tensor
+from fsdp.distributed.collectives import all_gather_objects
 from fsdp.models.registry import IGNORED
 from fsdp.models.units import clean_name
 
@@ -99,11 +100,13 @@ def check_initialised(root: nn.Module, *, restored: bool = False) -> None:
                 ranks=(rank,),
             )
     tables = [] if restored else _digests(root)
-    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()] if tables else ()):
-        digests, count = [tuple(table[row].tolist()) for table in tables], shard_count(tensor)
-        for rank in range(count, len(digests)):
-            if digests[rank] != digests[rank % count]:
-                fault = f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
+    for row, (name, _) in enumerate([*root.named_parameters(), *root.named_buffers()] if tables else ()):
+        holders: dict[tuple[int, int], tuple[int, int]] = {}
+        for rank, table in enumerate(tables):
+            start, numel, digest = table[row].tolist()
+            other, same = holders.setdefault((start, numel), (rank, digest))
+            if digest != same:
+                fault = f"{name} differs between ranks {other} and {rank}, which hold the same shard"
                 raise TrainingError(f"{fault}.", FILL)
 
 
@@ -125,11 +128,11 @@ def _is_poisoned(part: Tensor) -> bool:
 
 
 def _digests(root: nn.Module) -> list[Tensor]:
-    """Every rank's table, with a row for each tensor: numel, plain sum, weighted sum."""
+    """Every rank's table, with a row for each tensor: the start and numel of its part, the digest's share."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
-        d = digest_shard(local_tensor(tensor))
-        rows.append([d.numel, as_int64(d.plain), as_int64(d.weighted)])
+        box = box_of(tensor)
+        rows.append([box.start, box.numel, as_int64(digest_share(local_tensor(tensor), box))])
     table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, table)
@@ -140,13 +143,9 @@ def state_digest(root: nn.Module) -> dict[str, int]:
     """One number a tensor for the whole model, equal at any number of ranks. Collective."""
     tables = _digests(root)
     whole: dict[str, int] = {}
-    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
-        count = shard_count(tensor)
-        parts = []
-        for index in range(count):
-            _, plain, weighted = (int(v) for v in tables[index][row])
-            parts.append(weighted + 2 * cut_of(tensor.shape, index, count).start * plain)
-        whole[name] = combine(parts)
+    for row, (name, _) in enumerate([*root.named_parameters(), *root.named_buffers()]):
+        parts = {start: share for start, numel, share in (t[row].tolist() for t in tables) if numel}
+        whole[name] = combine([*parts.values()])
     return whole
 
 

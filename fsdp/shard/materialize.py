@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import same_values
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.distributed.collectives import all_gather_objects, cut_of, local_tensor, on_main, shard_count
+from fsdp.distributed.boxes import box_of, local_tensor, shard_count
+from fsdp.distributed.collectives import all_gather_objects, on_main
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into, persistent, seeded
 from fsdp.models.units import all_names
@@ -90,11 +91,11 @@ def materialize(
         check_initialised(root, restored=True)
         return
     # No weights contain adapters: each rank draws its own part, whatever the source of the others.
-    _draw_shards(root, added, seed, rank)
+    _draw_shards(root, added, seed)
     if pretrained is not None:
-        _read_shards(root, pretrained, added, rank)
+        _read_shards(root, pretrained, added)
     elif inits and init == "shard" and weights is None:
-        _draw_shards(root, inits, seed, rank)
+        _draw_shards(root, inits, seed)
     else:
         _send_all(sharded, lambda: _source(spec, inits, seed, weights, root), added, rank)
     check_initialised(root)
@@ -119,20 +120,23 @@ def _buffers_to(root: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int, rank: int) -> None:
+def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int) -> None:
     for name, target in [*root.named_parameters(), *root.named_buffers()]:
         if name in inits:  # the check names one that is not
-            part, count = local_tensor(target), shard_count(target)
-            draw_into(part, inits[name], seed, name, cut_of(target.shape, rank % count, count).start)
+            part, box = local_tensor(target), box_of(target)
+            if box.contiguous:
+                draw_into(part, inits[name], seed, name, box.start)
+            else:  # the rows are drawn whole
+                rows = part.new_empty(box.sizes[0], *box.size[1:])
+                start = box.offsets[0] * rows[0].numel() if len(rows) else 0
+                part.copy_(draw_into(rows, inits[name], seed, name, start)[:, *box.slices[1:]])
 
 
-def _read_shards(
-    root: nn.Module, open_rows: Callable[[], RowSource], added: Mapping[str, Init], rank: int
-) -> None:
+def _read_shards(root: nn.Module, open_rows: Callable[[], RowSource], added: Mapping[str, Init]) -> None:
     """Each rank reads the rows of its shards. An error on one rank is raised on all. Collective."""
     failure: Exception | None = None
     try:
-        _fill_rows(root, open_rows(), added, rank)
+        _fill_rows(root, open_rows(), added)
     except (ShardrunError, OSError) as error:
         failure = error
     failures = [(at, one) for at, one in enumerate(all_gather_objects(failure)) if one is not None]
@@ -144,17 +148,16 @@ def _read_shards(
 
 
 @torch.no_grad()
-def _fill_rows(root: nn.Module, source: RowSource, added: Mapping[str, Init], rank: int) -> None:
+def _fill_rows(root: nn.Module, source: RowSource, added: Mapping[str, Init]) -> None:
     saved = root.state_dict().keys()
     for name, target in [*root.named_parameters(), *root.named_buffers()]:
         if name not in saved or name in added:
             continue
-        part, count = local_tensor(target), shard_count(target)
-        row = target.shape[1:].numel() if target.dim() else 1
-        cut = cut_of(target.shape, rank % count, count)
-        if cut.numel:
-            first = cut.start // row
-            part.copy_(source.rows(name, first, first + cut.numel // row))
+        part, box = local_tensor(target), box_of(target)
+        if box.numel:
+            rows = box.slices[0] if box.slices else slice(0, 1)
+            read = source.rows(name, rows.start, rows.stop)
+            part.copy_(read if box.contiguous else read[:, *box.slices[1:]])
 
 
 def _sent_buffers(root: nn.Module) -> list[tuple[str, Tensor]]:
@@ -271,16 +274,18 @@ def _send_all(
     with torch.no_grad():
         for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
             if name not in added:
-                send = _broadcast_whole if shard_count(target) == 1 else _scatter_rows
+                whole = sharded.sizes.tensor > 1 or sharded.sizes.expert > 1 or shard_count(target) == 1
+                send = _broadcast_whole if whole else _scatter_rows
                 send(target, opened[0](name) if opened else None, sharded, is_source=bool(opened))
 
 
 def _broadcast_whole(target: Tensor, full: Tensor | None, _: Sharded, *, is_source: bool) -> None:
+    """Each rank keeps its part."""
     part = local_tensor(target)
-    wire = _bytes(_or_own(full, target)) if is_source else _bytes(torch.empty_like(part))
-    wire = wire.to(part.device)
+    whole = _or_own(full, target) if is_source else part.new_empty(target.shape)
+    wire = _bytes(whole).to(part.device)
     dist.broadcast(wire, src=0)
-    part.copy_(wire.view(part.dtype).view(part.shape))
+    part.copy_(wire.view(part.dtype).view(target.shape)[box_of(target).slices])
 
 
 def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_source: bool) -> None:

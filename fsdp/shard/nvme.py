@@ -33,7 +33,7 @@ from fsdp.base.text import byte_size
 from fsdp.base.torch_private import like_shard, move_padded_shard, padded_shard, parameter_groups
 from fsdp.config import MemorySection, OptimSection
 from fsdp.distributed import collectives
-from fsdp.distributed.collectives import local_tensor, rows_of, shard_count, tensors_in
+from fsdp.distributed.boxes import local_tensor, rows_of, shard_count, tensors_in
 from fsdp.shard.offload import PartedStates, cut_into_parts
 
 log = logging.getLogger(__name__)

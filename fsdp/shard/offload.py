@@ -27,7 +27,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import compiled_call, like_shard, set_compiled_call, viewed
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.models.units import WRAP_HINT, blocks_of
 
 

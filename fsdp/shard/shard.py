@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from fsdp.base.torch_private import (
     whole_groups,
 )
 from fsdp.config import Config, MemorySection, PrecisionSection, SpeedSection, reshard_policy
-from fsdp.distributed.mesh import MeshSizes
+from fsdp.distributed.mesh import MeshSizes, build_mesh, mesh_views
 from fsdp.models.init import persistent
 from fsdp.models.units import blocks_of, find_units, has_separate_experts, norms_beside
 from fsdp.shard.checks import explained
@@ -95,6 +95,7 @@ class Sharded:
     root: nn.Module
     sizes: MeshSizes
     mesh: DeviceMesh
+    """The view "weights" of fsdp/distributed/mesh.py."""
     dtypes: Dtypes
     device: torch.device
     units: list[list[nn.Module]]
@@ -105,6 +106,8 @@ class Sharded:
     """Ranks over which a reduction averages the gradients, so that the loss is multiplied by it; 1 where it
     sums them.
     """
+    views: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """The other views that the axes need, by name."""
     whole: frozenset[str] = frozenset()
     """Names of the parameters of --mesh.unsharded."""
     compiled: Sequence[nn.Module] = ()
@@ -238,7 +241,7 @@ class Sharding:
             return policy
         offloads = self.config.memory.cpu_offload or self.config.memory.nvme != "off"
         gathered = self.dtypes.param.itemsize * sum(p.numel() for p in model.parameters())
-        return self.sizes.shard > 1 or offloads or gathered > MOST_KEPT * self.room
+        return self.sizes.weight_shards > 1 or offloads or gathered > MOST_KEPT * self.room
 
 
 def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, room: float = 0.0) -> Sharding:
@@ -261,6 +264,12 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
     sharded_by_fsdp = job.sizes.strategy != "ddp"
     # Replicas alone: DDP averages, and FSDP would divide one shard's gradients by 1 into a copy of them.
     averages = job.averages or job.sizes.replicate == job.sizes.ranks
+    timeout = config.run.process_group_timeout_s
+    views = {
+        view: build_mesh(job.sizes, torch.device(mesh.device_type), timeout, view)
+        for view in mesh_views(job.sizes)
+        if view != "weights"
+    }
     _apply_dtypes(model, job.dtypes)
     units = find_units(model, config.mesh.wrap)
     apply_float8(units, speed, sharded=sharded_by_fsdp)
@@ -290,6 +299,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         accumulate=config.mesh.accumulate,
         reshard=job.resharding(model),
         averaged_over=job.sizes.ranks if averages else 1,
+        views=views,
         whole=frozenset(whole_parameters(model, config.mesh.unsharded)),
         compiled=compiled_modules,
     )
@@ -298,7 +308,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         _reduce_unused_experts(model)
         _apply_prefetch(units, speed)
         hooks = job.hooks
-        if job.sizes.shard == 1 and hooks.reduce_scatter is None:
+        if job.sizes.weight_shards == 1 and hooks.reduce_scatter is None:
             hooks = dataclasses.replace(hooks, reduce_scatter=_OneBuffer())
         apply_comm(model, hooks, sums=not averages)
     return sharded
@@ -341,14 +351,19 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
         else OffloadPolicy()
     )
     reshard = sharded.reshard if isinstance(sharded.reshard, int) else False
-    if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
+    if (
+        isinstance(reshard, int)
+        and not isinstance(reshard, bool)
+        and reshard in (1, sharded.sizes.weight_shards)
+    ):
         reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
     named = sharded.root.named_parameters(remove_duplicate=False)
     ignored = {p for name, p in named if p.dim() == 0 or name in sharded.whole}
     if sharded.whole:
         apply_casts(sharded.root, ignored, dtypes.master, dtypes.param)
+    axes = tuple(axis for axis in sharded.mesh.mesh_dim_names or () if axis != "tensor")
     wrap = functools.partial(  # a mesh of two axes selects HSDP
-        fully_shard, mesh=sharded.mesh, offload_policy=offload, ignored_params=ignored or None
+        fully_shard, mesh=sharded.mesh[axes], offload_policy=offload, ignored_params=ignored or None
     )
     # The model's output is the root's: a block's, cast too, would meet the root's parameters in bf16.
     within = dataclasses.replace(mixed, output_dtype=None)
@@ -359,7 +374,7 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
         last = unit is sharded.units[-1]
         wrap(modules, mp_policy=within, reshard_after_forward=False if last else reshard)
     wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
-    if sharded.sizes.shard == 1 and not reshard and memory.nvme != "all":
+    if sharded.sizes.weight_shards == 1 and not reshard and memory.nvme != "all":
         sharded.together = whole_groups(sharded.root)
 
 

@@ -28,7 +28,7 @@ from fsdp.base.torch_private import (
 )
 from fsdp.config import WatchSection
 from fsdp.distributed import collectives
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import set_variable
 from fsdp.models.units import clean_name
 from fsdp.shard.shard import Sharded

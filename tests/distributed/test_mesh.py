@@ -41,6 +41,11 @@ from fsdp.distributed.mesh import (
         ({"strategy": "hsdp", "replicate": 4}, 8, 2, ("hsdp", 4, 2)),
         ({"strategy": "ddp"}, 3, 1, ("ddp", 3, 1)),
         ({"strategy": "ddp"}, 1, 1, ("ddp", 1, 1)),
+        ({"context": 2}, 4, 1, ("fsdp", 1, 2, 2)),
+        ({"tensor": 4, "context": 2}, 32, 4, ("fsdp", 1, 4, 2, 4)),
+        ({"tensor": 4}, 8, 4, ("fsdp", 1, 2, 1, 4)),
+        ({"expert": 4, "replicate": 2}, 8, 1, ("hsdp", 2, 4, 1, 1, 4)),
+        ({"expert": 4, "tensor": 2}, 4, 1, ("fsdp", 1, 2, 1, 2, 4)),
     ],
 )
 def test_sizes(flags: dict[str, object], ranks: int, nodes: int, expected: tuple[object, ...]) -> None:
@@ -54,6 +59,14 @@ def test_sizes(flags: dict[str, object], ranks: int, nodes: int, expected: tuple
         ({"strategy": "fsdp", "shard": 4}, 2, "replicate 1 × shard 4 = 4 ranks, but 2 were started. HINT: "),
         ({"strategy": "ddp", "replicate": 4}, 2, "replicate 4 × shard 1 = 4 ranks, but 2 were started."),
         ({"shard": 2}, 4, "replicate 1 × shard 2 = 2 ranks, but 4 were started. HINT: "),
+        (
+            {"tensor": 2, "context": 2, "replicate": 2},
+            4,
+            "replicate 2 × shard 1 × context 2 × tensor 2 = 8 ranks, but 4 were started. HINT: ",
+        ),
+        ({"tensor": 3}, 4, "replicate 1 × shard 1 × tensor 3 = 3 ranks, but 4 were started. HINT: "),
+        ({"expert": 3}, 4, "--mesh.expert 3 does not divide the 4 ranks of a copy of the weights"),
+        ({"expert": 2, "tensor": 4}, 4, "--mesh.expert 2 does not divide the 4 ranks of a copy"),
         ({"reshard_after_forward": "3"}, 4, "--mesh.reshard_after_forward 3 does not divide shard 4. HINT: "),
     ],
 )
@@ -64,7 +77,7 @@ def test_what_does_not_fit_and_what_would(flags: dict[str, object], ranks: int, 
     assert str(caught.value).startswith(message)
     hint = str(caught.value).partition("HINT: ")[2].partition(",")[0].split()
     mended = {name.removeprefix("--mesh."): value for name, value in zip(hint[::2], hint[1::2], strict=True)}
-    typed = {name: int(value) if name in ("shard", "replicate") else value for name, value in mended.items()}
+    typed = {name: value if name == "reshard_after_forward" else int(value) for name, value in mended.items()}
     assert resolve(MeshSection(**{**flags, **typed}), ranks).ranks == ranks  # type: ignore[arg-type]
 
 
@@ -99,6 +112,7 @@ ALL_AXES = MeshSizes("hsdp", 2, 2, context=2, tensor=2, expert=4)
 OF_RANK_5 = {
     "weights": {"dp_replicate": [5, 13], "dp_shard": [1, 3, 5, 7], "tensor": [4, 5]},
     "experts": {"dp_replicate": [5, 13], "expert_shard": [1, 5], "expert": [4, 5, 6, 7]},
+    "copy": {"dp_replicate": [5, 13], "copy": [0, 1, 2, 3, 4, 5, 6, 7]},
     "context": {"data": [1, 5, 9, 13], "context": [5, 7], "tensor": [4, 5]},
 }
 

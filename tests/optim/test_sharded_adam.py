@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import adam
 
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
 from fsdp.optim.optimizer import ShardedAdam, ShardedAdamW
 from tests.support.world import run_world

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
 from fsdp.predict.__main__ import answer_as_rank, main, parse
 from fsdp.predict.trained import open_run

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp import config as configuration
 from fsdp.base.torch_private import prepare_torchvision
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import build_mesh
 from fsdp.run.build import maybe_folder

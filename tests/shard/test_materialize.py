@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import OtherRankFailed
 from fsdp.checkpoint.pretrained import open_full_state
 from fsdp.config import Config, MeshSection, PrecisionSection
-from fsdp.distributed.collectives import local_tensor
+from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import Strategy, build_mesh, resolve
 from fsdp.models import ModelSpec
