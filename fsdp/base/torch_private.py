@@ -55,6 +55,7 @@ COLLECTIVE_OPS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "broadcast_": "all_reduce",
+    "alltoall_base_": "all_to_all",
 }
 """Operators of the c10d namespace → collective. One under another name is missing from a plan's
 communication.

@@ -98,6 +98,11 @@ class BatchPlan:
     accumulation: int
 
 
+def named_ranks(mesh: MeshSection) -> int:
+    """The fewest ranks that have the sizes of the flags."""
+    return max(1, mesh.replicate) * max(1, mesh.shard) * mesh.context * mesh.tensor
+
+
 def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes:
     """The sizes for this many ranks, or ConfigError with the whole equation."""
     data_ranks = max(1, world_size // (mesh.context * mesh.tensor))

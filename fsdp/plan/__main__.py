@@ -72,6 +72,10 @@ def answer(config: Config, fixed: frozenset[str]) -> Iterator[str]:
         hint = f"--plan.gpus {gpus}, a --plan.gpu with more memory, or --data.seq_len lower"
         yield f"  nothing fits. HINT: {hint}"
         return
+    for axis in (axis for axis in best.axes if getattr(config.mesh, axis) == 1):
+        row = f"one row of {best.tokens_per_sample:,} tokens does not fit otherwise"
+        why = row if axis == "context" else "FSDP alone does not fit"
+        yield f"  {axis} {getattr(best.sizes, axis)}: {why}"
     yield from (f"  {line}" for line in details(best))
     flags = " ".join(f"--{name} {str(value).lower()}" for name, value in best.searched.items())
     yield from ("", f"  best: {flags}")
@@ -86,7 +90,7 @@ def _row(plan: Plan) -> list[str]:
     kind = memory.activation_checkpointing.replace("ops", "per operation")
     kind += f", each {every}." if kind == "full" and every > 1 else ""
     return [
-        f"{plan.sizes.replicate}×{plan.sizes.shard}" + (" ddp" if is_ddp else ""),
+        str(plan.sizes).partition(" ")[2] + (" ddp" if is_ddp else ""),
         "-" if is_ddp else mesh.reshard_after_forward,
         kind + (", offload" if memory.cpu_offload else ""),
         f"{plan.micro_batch}" + (f" × {plan.accumulation}" if plan.accumulation > 1 else ""),

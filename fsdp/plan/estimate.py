@@ -3,6 +3,7 @@ among meshes, micro-batches and memory knobs.
 
 Flags that the user set stay; the product of the rest is tried. Ranked by predicted samples a second among
 those that fit with the margin; ties by less memory, then by name, so that the result is deterministic.
+Where none fits, further axes are added, then offload.
 Candidates that differ in the mesh alone share a trace: the best is planned again for itself.
 """
 
@@ -23,7 +24,7 @@ from fsdp.base.devices import NAMES
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.config.sections import shown_value
-from fsdp.distributed.mesh import MeshSizes, plan_batch, resolve
+from fsdp.distributed.mesh import MeshSizes, named_ranks, plan_batch, resolve
 from fsdp.memory.account import resting_bytes
 from fsdp.plan.fake_step import FakeRun, subject_of, trace_step
 from fsdp.plan.step_time import UNMEASURED, Rates, Step, rates_for, time_step
@@ -31,6 +32,7 @@ from fsdp.plan.trace import AFTER, CODE, COLUMN, COLUMNS, HOST_KINDS, KINDS, POO
 from fsdp.run.job import model_of
 from fsdp.shard.shard import resolve_dtypes, sharding_of
 
+FURTHER = ("context", "tensor", "expert")
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
 
@@ -117,6 +119,11 @@ class Plan:
         return useful / self.step.seconds / self.rates.peak
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The further axes that the mesh has."""
+        return tuple(axis for axis in FURTHER if getattr(self.sizes, axis) > 1)
+
+    @property
     def searched(self) -> dict[str, Any]:
         """The fields that a search sets."""
         return {
@@ -125,6 +132,7 @@ class Plan:
             "mesh.shard": 0 if self.sizes.strategy == "ddp" else self.sizes.shard,
             "mesh.reshard_after_forward": self.config.mesh.reshard_after_forward,
             "memory.activation_checkpointing": self.config.memory.activation_checkpointing,
+            **{f"mesh.{axis}": getattr(self.sizes, axis) for axis in self.axes},
             "memory.cpu_offload": self.config.memory.cpu_offload,
             "train.global_batch": self.config.train.global_batch,
             "train.micro_batch": self.micro_batch,
@@ -139,7 +147,7 @@ def plan_one(config: Config) -> Plan:
 
 def ask_for(config: Config) -> tuple[FakeRun, int]:
     """The run of rank 0, and its micro-batches per step."""
-    ranks = config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    ranks = config.plan.gpus or named_ranks(config.mesh)
     config = replace(config, plan=replace(config.plan, gpus=ranks))
     sizes = resolve(config.mesh, ranks, -(-ranks // rates_for(config).gpus_a_node))
     batch = plan_batch(config.train, sizes.data)
@@ -169,7 +177,7 @@ def plan_of(ask: FakeRun, trace: Trace, accumulation: int) -> Plan:
     config, subject = ask.config, subject_of(ask.config.model, ask.config.data)
     rates, memory = rates_for(config), memory_of(trace, ask)
     # into pinned memory of the host, which on CPU is the process's own
-    staged = memory.state * ask.sizes.shard / ask.sizes.ranks
+    staged = memory.state / ask.sizes.replicate
     return Plan(
         config=config,
         sizes=ask.sizes,
@@ -207,9 +215,9 @@ def search(config: Config, fixed: frozenset[str]) -> list[Plan]:
     `fixed` are the fields set in flags or a recipe.
     """
     mesh, searcher = config.mesh, _Search(config, fixed)
-    if ranks := config.plan.gpus or mesh.replicate * mesh.shard:
+    if ranks := config.plan.gpus or mesh.replicate * mesh.shard * mesh.context * mesh.tensor:
         return searcher.plans(ranks)
-    ranks, refusal = max(1, mesh.replicate) * max(1, mesh.shard), None
+    ranks, refusal = named_ranks(mesh), None
     while ranks <= MOST_RANKS:
         try:
             if (plans := searcher.plans(ranks))[0].fits:
@@ -233,10 +241,13 @@ class _Search:
         self._traces: dict[Any, tuple[MeshSizes, Trace]] = {}
 
     def plans(self, ranks: int) -> list[Plan]:
-        plans = self.tried(ranks, self.config.memory.cpu_offload)
+        plans = self.tried(self.config, ranks)
+        if not any(plan.fits for plan in plans) and (further := self.with_axes(ranks)):
+            plans += self.tried(further, ranks)
         fixed = "memory.cpu_offload" in self.fixed or not self.rates.has_allocator
         if not fixed and not any(plan.fits for plan in plans):
-            plans += self.tried(ranks, offload=True)
+            memory = replace(self.config.memory, cpu_offload=True)
+            plans += self.tried(replace(self.config, memory=memory), ranks)
         plans.sort(key=_order)
         exact = list[Plan]()
         while plans[0].fits and plans[0] not in exact:
@@ -245,18 +256,53 @@ class _Search:
             plans.sort(key=_order)
         return plans
 
-    def tried(self, ranks: int, offload: bool) -> list[Plan]:
-        """The best plan of each mesh and knob that train.py accepts with the user's flags."""
-        mesh, memory = self.config.mesh, self.config.memory
+    def with_axes(self, ranks: int) -> Config | None:
+        """The configuration with the smallest further axes with which the leanest plan fits; None without.
+
+        An axis is doubled if that lowers the need: context where all but the activations of the smallest
+        micro-batch fits, or else expert, then tensor, which stays within a node.
+        """
+        config, plan = self.config, self.leanest(self.config, ranks)
+        while plan is not None and not plan.fits:
+            rest = replace(plan, needed=plan.needed - plan.memory.kinds["activations"])
+            for axis in ("context", "tensor") if rest.fits else ("expert", "tensor"):
+                size = 2 * getattr(config.mesh, axis)
+                if f"mesh.{axis}" in self.fixed or (axis == "tensor" and size > self.rates.gpus_a_node):
+                    continue
+                larger = replace(config, mesh=replace(config.mesh, **{axis: size}))
+                leaner = self.leanest(larger, ranks)
+                if leaner is not None and leaner.needed < plan.needed:
+                    config, plan = larger, leaner
+                    break
+            else:
+                return None
+        return config if plan is not None else None
+
+    def leanest(self, config: Config, ranks: int) -> Plan | None:
+        """None where the model cannot be divided so."""
+        try:
+            return self.tried(config, ranks, lean=True)[0]
+        except ConfigError:
+            return None
+
+    def tried(self, config: Config, ranks: int, *, lean: bool = False) -> list[Plan]:
+        """The best plan of each mesh and knob that train.py accepts with the user's flags; of the leanest
+        alone.
+        """
+        mesh, memory, offload = config.mesh, config.memory, config.memory.cpu_offload
         reshards, kinds = ["auto", "false"], ["none", "ops", "full"]
         if "mesh.reshard_after_forward" in self.fixed:
             reshards = [mesh.reshard_after_forward]
         if "memory.activation_checkpointing" in self.fixed:
             kinds = [memory.activation_checkpointing]
+        if lean:
+            reshards, kinds = reshards[:1], kinds[-1:]
         accepted, refusal = list[tuple[Config, MeshSizes]](), None
-        for shard, reshard, kind in itertools.product(self.shards(ranks), reshards, kinds):
-            strategy = "fsdp" if shard == ranks else "ddp" if shard == 1 else "hsdp"
-            if shard == 1 and ((offload and ranks > 1) or reshard != reshards[0]):
+        data = ranks // (mesh.context * mesh.tensor)
+        alone = data == ranks and mesh.expert == 1
+        for shard, reshard, kind in itertools.product(self.shards(config, ranks), reshards, kinds):
+            strategy = "fsdp" if shard == data else "ddp" if shard == 1 and alone else "hsdp"
+            if shard == 1 and alone and ((offload and ranks > 1) or reshard != reshards[0]):
                 continue  # nothing is gathered, and DDP does not offload
             if (strategy == "ddp" and reshard not in ("auto", "true")) or mesh.strategy not in (
                 "auto",
@@ -265,13 +311,12 @@ class _Search:
                 continue
             try:
                 chosen = configuration.replace(
-                    self.config,
+                    config,
                     mesh__strategy=strategy,
-                    mesh__replicate=ranks // shard,
+                    mesh__replicate=data // shard,
                     mesh__shard=shard,
                     mesh__reshard_after_forward=reshard,
                     memory__activation_checkpointing=kind,
-                    memory__cpu_offload=offload,
                 )
                 accepted.append((chosen, resolve(chosen.mesh, ranks)))
             except ConfigError as error:
@@ -282,19 +327,20 @@ class _Search:
                 f"{mesh.shard or 'any'}: no such mesh has {ranks} ranks.",
                 "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
             )
-        return [self.best_of(*candidate) for candidate in accepted]
+        return [self.best_of(*candidate) for candidate in (accepted[-1:] if lean else accepted)]
 
-    def shards(self, ranks: int) -> list[int]:
+    def shards(self, config: Config, ranks: int) -> list[int]:
         """On one node all divisors; on several, whole nodes; one rank a shard for DDP; all ranks."""
-        mesh, a_node = self.config.mesh, self.rates.gpus_a_node
-        within = ranks if ranks <= a_node else 1
-        shards = [mesh.shard] if mesh.shard else [*range(1, within + 1), *range(a_node, ranks, a_node), ranks]
-        shards = sorted({n for n in shards if ranks % n == 0 and mesh.replicate in (0, ranks // n)})
+        mesh, a_node = config.mesh, self.rates.gpus_a_node
+        inner = mesh.context * mesh.tensor
+        data, within, node = ranks // inner, ranks // inner if ranks <= a_node else 1, max(1, a_node // inner)
+        shards = [mesh.shard] if mesh.shard else [*range(1, within + 1), *range(node, data, node), data]
+        shards = sorted({n for n in shards if n and data % n == 0 and mesh.replicate in (0, data // n)})
         if mesh.shard or mesh.replicate or self.config.memory.cpu_offload:
             return shards
-        return [n for n in shards if self.state / n < self.rates.memory or n == ranks]
+        return [n for n in shards if self.state / (n * inner) < self.rates.memory or n == data]
 
-    def micro_batches(self, ranks: int) -> list[int]:
+    def micro_batches(self, ranks: int, gpus: int) -> list[int]:
         train, powers = self.config.train, [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
         if "train.global_batch" not in self.fixed:
             return [train.micro_batch] if train.micro_batch else powers
@@ -304,7 +350,7 @@ class _Search:
                 f"--train.global_batch {train.global_batch} is no multiple of {rows}, the ranks times the "
                 "micro-batch: a search plans no padded batch.",
                 f"--train.global_batch {max(1, round(train.global_batch / rows)) * rows}, or "
-                f"--plan.gpus {ranks} --plan.fix true",
+                f"--plan.gpus {gpus} --plan.fix true",
             )
         if train.micro_batch:
             return [train.micro_batch]
@@ -313,13 +359,13 @@ class _Search:
 
     def best_of(self, chosen: Config, sizes: MeshSizes) -> Plan:
         """The fastest micro-batch that fits, or the smallest if none does."""
-        plans, ranks = list[Plan](), sizes.ranks
-        for micro in self.micro_batches(ranks):
+        plans, ranks = list[Plan](), sizes.data
+        for micro in self.micro_batches(ranks, sizes.ranks):
             accumulation = 1
             if "train.global_batch" in self.fixed:
                 accumulation = self.config.train.global_batch // ranks // micro
             train = replace(chosen.train, global_batch=micro * accumulation * ranks, micro_batch=micro)
-            planned = replace(chosen, train=train, plan=replace(chosen.plan, gpus=ranks))
+            planned = replace(chosen, train=train, plan=replace(chosen.plan, gpus=sizes.ranks))
             ask = fake_run(planned, sizes, micro, accumulation)
             plans.append(plan_of(ask, self.trace(ask), accumulation))
             if not plans[-1].fits:
@@ -330,13 +376,15 @@ class _Search:
     def trace(self, ask: FakeRun) -> Trace:
         """From that of the first mesh of its kind, with the size of its shards."""
         sizes, memory, reshard = ask.sizes, ask.config.memory, ask.config.mesh.reshard_after_forward
-        alone = sizes if sizes.shard == 1 or reshard not in ("true", "false", "step") else sizes.ranks
-        kind = alone, reshard, memory.activation_checkpointing, memory.cpu_offload
+        numeric = reshard not in ("true", "false", "step")
+        alone = sizes if sizes.weight_shards == 1 or numeric else sizes.ranks
+        axes = sizes.context, sizes.tensor, sizes.expert
+        kind = alone, axes, reshard, memory.activation_checkpointing, memory.cpu_offload
         key = *kind, ask.micro_batch, ask.accumulation
         if key not in self._traces:
             self._traces[key] = sizes, trace_step(ask)
         base, trace = self._traces[key]
-        return resharded(trace, base.shard / sizes.shard)
+        return resharded(trace, base.weight_shards / sizes.weight_shards)
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ from fsdp.models.registry import POSITIONS, PREFIX, blame
 from fsdp.models.units import blocks_of
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
-from fsdp.plan.trace import AFTER, Trace, Tracker
+from fsdp.plan.trace import AFTER, AXES, Trace, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
 from fsdp.shard.shard import Sharded, shard_model, sharding_of
@@ -73,6 +73,12 @@ class TracedSetup:
         self._micro = 0
         numbers = {module: n for n, unit in enumerate(parts.sharded.units, 1) for module in unit}
         tracker.groups = lambda group: numbers.get(group.modules[0], 0)
+        tracker.axes = {
+            mesh.get_group(axis).group_name: AXES.index(axis)
+            for mesh in (parts.sharded.mesh, *parts.sharded.views.values())
+            for axis in mesh.mesh_dim_names or ()
+            if axis in AXES
+        }
 
     def hold_state(self) -> None:
         """Parameters, buffers and the optimizer's state, which were there before the step."""

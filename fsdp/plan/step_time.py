@@ -3,7 +3,8 @@ issued them.
 
 Three queues run side by side, as on a GPU: compute, the shard axis's collectives, the replicate axis's. A
 gather waits for the copy-out before it, a block for its gather, a reduction for its block, the block after
-next for that reduction: all read from the traced step. Not here: bytes alive (estimate.py).
+next for that reduction: all read from the traced step. Exchanges of context, tensor and expert ranks are part
+of compute, which needs their result at once. Not here: bytes alive (estimate.py).
 
 Rates are those of published measurements of kernels and links, none of training runs:
 
@@ -27,6 +28,8 @@ UNMEASURED, whose attention is 35% of it, as on Hopper. A flag of --plan overrid
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +40,9 @@ import torch
 from fsdp.base.devices import DEVICES, find, memory_of
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.distributed.mesh import MeshSizes
+from fsdp.distributed.mesh import MeshSizes, mesh_views
 from fsdp.plan.fake_step import FakeRun
-from fsdp.plan.trace import AFTER, CODE, OPS, Trace
+from fsdp.plan.trace import AFTER, AXES, CODE, OPS, Trace
 
 GIB = 2**30
 NARROW_HEADS = 64
@@ -148,25 +151,36 @@ def _from_table(name: str) -> Rates:
 # ---------------------------------------------------------------- collectives
 
 COMPUTE = tuple(CODE[name] for name in OPS[:3])
+EXCHANGED = AXES[2:]
 START_S = 20e-6
 """Seconds that a collective takes to start."""
 HOP_S = 10e-6
 """Seconds of a ring, for each node that it passes."""
 
 
-def send(operation: str, size: float, sizes: MeshSizes, rates: Rates, *, replicas: bool) -> float:
-    """Seconds of a collective. `size` is the gathered whole, or the bytes that an all-reduce reduces. Shards
-    are side by side, first within a node; replicas are a shard apart, each of a node's ranks in a group of
-    its own that shares the node's adapters.
+@functools.cache
+def span(sizes: MeshSizes, axis: str) -> tuple[int, int]:
+    """The ranks of a group of the axis, and how far apart they are."""
+    for axes in mesh_views(sizes).values():
+        if axis in axes:
+            return axes[axis], math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
+    return 1, 1
+
+
+def send(operation: str, size: float, sizes: MeshSizes, rates: Rates, axis: str) -> float:
+    """Seconds of a collective. `size` is the gathered whole, or the bytes that an all-reduce reduces or an
+    exchange divides among all. Groups whose ranks are apart share the adapters of a node.
     """
-    ranks = sizes.replicate if replicas else sizes.shard
+    ranks, apart = span(sizes, axis)
     if ranks == 1:
         return 0.0
-    sharing = min(sizes.shard, rates.gpus_a_node) if replicas else 1
-    local = min(ranks, max(1, rates.gpus_a_node // sizes.shard) if replicas else rates.gpus_a_node)
+    sharing = min(apart, rates.gpus_a_node)
+    local = min(ranks, max(1, rates.gpus_a_node // apart))
     nodes = -(-ranks // local)
     size *= 2 if operation == "all_reduce" else 1
     within, across = size * (local - 1) / local, size * (nodes - 1) / nodes
+    if operation == "all_to_all":  # no ring: each part goes its own way
+        within, across = size * (local - 1) / ranks, local * size * (ranks - local) / ranks
     return START_S + HOP_S * nodes + max(within / rates.link, across * sharing / rates.node_link)
 
 
@@ -261,18 +275,21 @@ def _run_queues(
         else:
             # Gradients are all-reduced over replicas, their norm over shards.
             replicas = operation == "all_reduce" and phases[row] != "reduce"
-            seconds = send(operation, size, ask.sizes, rates, replicas=replicas)
+            axis = AXES[work["axis"][row]] or ("dp_replicate" if replicas else "dp_shard")
+            seconds = send(operation, size, ask.sizes, rates, axis)
             if ask.offloads and operation != "all_reduce":
                 # shards on the host are kept in fp32, computed in bf16
                 seconds += 2 * size / ask.sizes.shard / rates.host_link
             communication += seconds
-            if operation == "all_gather":
+            if axis in EXCHANGED:
+                compute += seconds
+            elif operation == "all_gather":
                 shard = gathered[group] = max(shard, copied_out) + seconds
             elif operation == "reduce_scatter":
                 shard = max(shard, compute) + seconds
                 reduced.append(shard)
             else:
-                replicate = max(replicate, shard if ask.sizes.shard > 1 else 0.0, compute) + seconds
+                replicate = max(replicate, shard if ask.sizes.weight_shards > 1 else 0.0, compute) + seconds
     total = float(busy[-1])
     elapsed = max(compute + total - done, shard, replicate)
     step.exposed = elapsed - total

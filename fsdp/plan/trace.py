@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
@@ -55,16 +56,19 @@ ATTENTION = ("scaled_dot_product", "flash_attention", "varlen_attn")
 COLUMNS = (*KINDS, *POOLS)
 COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
-OPS = ("pointwise", "matmul", "attention", "all_gather", "reduce_scatter", "all_reduce", "wait_gather",
-       "wait_reduce", "wait_all")  # fmt: skip
+OPS = ("pointwise", "matmul", "attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+       "wait_gather", "wait_reduce", "wait_all")  # fmt: skip
+COLLECTIVES = OPS[3:7]
+AXES = ("", "expert_shard", "tensor", "context", "expert")
+"""Of a collective, beside the two that shard and replicate the weights, which its phase tells apart."""
 CODE = {name: index for index, name in enumerate(OPS)}
 WORK = np.dtype(
     [("part", int), ("code", int), ("stream", int), ("group", int), ("flops", float), ("bytes", float),
-     ("fused_bytes", float), ("width", int)]
+     ("fused_bytes", float), ("width", int), ("axis", int)]
 )  # fmt: skip
 """Rows in the order that the host issued them; stream is 0 for compute, 1 for communication. Bytes of a
 collective are those of the gathered whole; group tells units apart, width is the operands' bytes an element,
-of attention the width of a head.
+of attention the width of a head; axis is an index of AXES.
 """
 
 
@@ -120,6 +124,8 @@ class Tracker(TorchDispatchMode):
         self.kind, self.stream, self.group = COLUMN["activations"], 0, 0
         self.groups: Callable[[Any], int] = lambda _: 0
         """Maps an FSDP parameter group to its number; set by the step."""
+        self.axes: Mapping[str, int] = {}
+        """Name of a process group → index of AXES; set by the step."""
         self.pools: Iterator[int] = MAIN_POOL
         """The pool of each new storage: 0, or 1 + its index in POOLS."""
         self._offloads = offloads
@@ -227,8 +233,8 @@ class Tracker(TorchDispatchMode):
             memory = self._see(tensor)
             if memory.serial > known:
                 new, known = new + tensor.nbytes, memory.serial
-        if func.namespace == "c10d":
-            self._collective(func, args)
+        if "c10d" in func.namespace:  # functional ones too, as DTensor's
+            self._collective(func, args, outputs)
         elif not schema(func).name.startswith("aten::empty") and (new or schema(func).is_mutable):
             self._count(func, args, kwargs, out, outputs, new)  # no view, no uninitialised memory
         return out
@@ -278,8 +284,10 @@ class Tracker(TorchDispatchMode):
             )
         self._run = {}
 
-    def _collective(self, func: Any, args: Any) -> None:
-        name, tensors = COLLECTIVE_OPS.get(schema(func).name.partition("::")[2]), list(tensors_in(args))
+    def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
+        operator, tensors = schema(func).name.partition("::")[2], [*tensors_in(args), *outputs]
+        functional = (name for name in COLLECTIVES if operator.startswith(name))
+        name = COLLECTIVE_OPS.get(operator) or next(functional, None)
         if name is None or not tensors:
             return
         size = max(map(_extent, tensors))
@@ -287,15 +295,25 @@ class Tracker(TorchDispatchMode):
             self._alive[self.kind] += size
             self._point()
             self._alive[self.kind] -= size
-        self._row(name, tensors[0].element_size(), 0, size)
+        self._row(name, tensors[0].element_size(), 0, size, axis=self._axis(func, args))
 
-    def _row(self, name: str, width: int, flops: float, moved: float, fused: float = 0) -> None:
+    def _axis(self, func: Any, args: Any) -> int:
+        if not self.axes:
+            return 0
+        named = {a.name: value for a, value in zip(schema(func).arguments, args, strict=False)}
+        group = named.get("group_name") or dist.ProcessGroup.unbox(named["process_group"]).group_name
+        axis = self.axes.get(group, 0)
+        # the default group may be an axis's too: FSDP's own collectives are over its own
+        return axis if axis < 2 or self.kind != COLUMN["communication"] else 0
+
+    def _row(
+        self, name: str, width: int, flops: float, moved: float, fused: float = 0, *, axis: int = 0
+    ) -> None:
         if name != "pointwise":
             self._end_run()
         if self._parts:
-            stream = 1 if name in COLLECTIVE_OPS.values() else self.stream
-            part = len(self._parts) - 1
-            self._rows.append([part, CODE[name], stream, self.group, flops, moved, fused, width])
+            stream, part = 1 if name in COLLECTIVES else self.stream, len(self._parts) - 1
+            self._rows.append([part, CODE[name], stream, self.group, flops, moved, fused, width, axis])
 
     # ------------------------------------------------------------ compiled blocks
 

@@ -18,6 +18,7 @@ from fsdp.checkpoint.checkpointer import Restored
 from fsdp.config import Config, PlanSection
 from fsdp.config.sections import shown_value
 from fsdp.distributed.env import DistEnv
+from fsdp.distributed.mesh import named_ranks
 from fsdp.memory.account import resting_bytes
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
@@ -95,9 +96,7 @@ def _resting(config: Config, job: Job, model: nn.Module) -> float:
 
 def dry_run(config: Config, env: DistEnv) -> str:
     """For the ranks that were started; for one process, for as many as the mesh flags name."""
-    mesh = config.mesh
-    named = max(1, mesh.replicate) * max(1, mesh.shard) * mesh.context * mesh.tensor
-    ranks = named if env.world_size == 1 else env.world_size
+    ranks = named_ranks(config.mesh) if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     return "\n".join(columns(list(describe(config, job, trained_model(config, job)).items())))
 

@@ -44,8 +44,8 @@ def test_a_faster_device_takes_less_time(fast: str, slow: str) -> None:
 
 def test_a_gather_within_a_node_is_a_ring_of_its_links() -> None:
     rates, sizes = rates_for(load(["--plan.link_gb_s", "100"])), MeshSizes("fsdp", 1, 8)
-    assert send("all_gather", 8e9, sizes, rates, replicas=False) == pytest.approx(7e9 / 80e9, rel=0.01)
-    assert send("all_reduce", 8e9, sizes, rates, replicas=True) == 0
+    assert send("all_gather", 8e9, sizes, rates, "dp_shard") == pytest.approx(7e9 / 80e9, rel=0.01)
+    assert send("all_reduce", 8e9, sizes, rates, "dp_replicate") == 0
 
 
 def test_between_nodes_the_adapters_are_shared() -> None:
@@ -53,7 +53,7 @@ def test_between_nodes_the_adapters_are_shared() -> None:
     adapters.
     """
     rates, shard = rates_for(load(["--plan.node_link_gb_s", "100"])), 1e9
-    sent = send("all_reduce", shard, MeshSizes("hsdp", 2, 8), rates, replicas=True)
+    sent = send("all_reduce", shard, MeshSizes("hsdp", 2, 8), rates, "dp_replicate")
     assert sent == pytest.approx(2 * shard / 2 / (80e9 / 8), rel=0.01)
 
 
