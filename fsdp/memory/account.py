@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -232,6 +233,12 @@ class LiveStorages(Generic[Info]):
         self._released(self._known.pop(key)[0])
 
 
+# ---------------------------------------------------------------- CUDA's allocator, replayed
+
+MIB = 1 << 20
+GRAIN = 512
+
+
 class Pool:
     """A segment of CUDA's allocator that grows at its end: start → size of each free block. The planner's."""
 
@@ -258,6 +265,35 @@ class Pool:
         size += self._free.pop(start + size, 0)
         before = next((first for first, free in self._free.items() if first + free == start), start)
         self._free[before] = self._free.pop(before, 0) + size
+
+
+def packing(events: Iterable[tuple[int, int, int]]) -> float:
+    """What is reserved after all events, over the sum of the streams' peaks. An event: storage, bytes
+    (negative for a free), stream; a storage that shrinks or grows is allocated anew.
+
+    A replay by c10's rules with expandable segments. Each stream has two pools, for blocks up to 1 MiB and
+    for larger ones, and each pool one segment that grows at its end by 2 or 20 MiB: 512-byte grains, best
+    fit, blocks split from 512 bytes on, free neighbours joined.
+    """
+    pools: dict[tuple[int, bool], Pool] = {}
+    taken: dict[int, tuple[Pool, int, int]] = {}
+    alive, peaks = Counter[int](), Counter[int]()
+    for storage, size, stream in events:
+        if storage in taken:
+            pool, start, before = taken.pop(storage)
+            pool.free(start, before)
+            alive[stream] -= before
+            size += before
+        size = -(-size // GRAIN) * GRAIN
+        if size > 0:
+            pool = pools.setdefault((stream, size <= MIB), Pool(2 * MIB if size <= MIB else 20 * MIB))
+            taken[storage] = (pool, pool.take(size), size)
+            alive[stream] += size
+            peaks[stream] = max(peaks[stream], alive[stream])
+    return sum(pool.reserved for pool in pools.values()) / max(1, sum(peaks.values()))
+
+
+# ---------------------------------------------------------------- a CPU's steps
 
 
 @dataclass

@@ -4,7 +4,7 @@
         --plan.gpus 64 --plan.gpu h100
 
     fake_step      the step of fsdp/run/step.py on one rank, in a fake process group of any size
-    trace          each allocation, operation and collective of a step as numbers; CUDA's caching allocator
+    trace          each allocation, operation and collective of a step as numbers
     step_time      rates of devices and links; seconds: a roofline, and collectives in FSDP's order
     estimate       one configuration's plan, and the search: the meshes and knobs worth trying, ranked
     __main__       the command, python -m fsdp.plan: the table, the best line, the recipe

@@ -3,18 +3,13 @@
 It sees fake tensors and real ones alike: a plan and a real run are counted by the same code. It does for the
 parts of a step what torch's own FSDPMemTracker does for modules, in a tenth of the time, by rank and with the
 order of communication. Not here: what the numbers mean (estimate.py, step_time.py), or the step.
-
-What CUDA's caching allocator reserves follows from a replay by c10's rules with expandable segments. Each
-stream has two pools, for blocks up to 1 MiB and for larger ones, and each pool one segment that grows at its
-end by 2 or 20 MiB: 512-byte grains, best fit, blocks split from 512 bytes on, free neighbours joined.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +35,7 @@ from fsdp.base.torch_private import (
     sharded_gradient,
 )
 from fsdp.distributed.boxes import local_tensor, tensors_in
-from fsdp.memory.account import LiveStorages, Pool
+from fsdp.memory.account import GRAIN, LiveStorages, packing
 
 KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers",
          "communication")  # fmt: skip
@@ -449,31 +444,3 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
     query, key, *_ = [t for t in tensors_in(args) if t.dim() >= 3][int(backward) :]
     keys = key.shape[2] if key.dim() == 4 else key.shape[0] / (len(named["cu_seq_q"]) - 1)
     return 2.0 * query.numel() * keys * (5 if backward else 2) * (0.5 if named.get("is_causal") else 1.0)
-
-
-# ---------------------------------------------------------------- CUDA's allocator
-
-MIB = 1 << 20
-GRAIN = 512
-
-
-def packing(events: Iterable[tuple[int, int, int]]) -> float:
-    """What is reserved after all events, over the sum of the streams' peaks. An event: storage, bytes
-    (negative for a free), stream; a storage that shrinks or grows is allocated anew.
-    """
-    pools: dict[tuple[int, bool], Pool] = {}
-    taken: dict[int, tuple[Pool, int, int]] = {}
-    alive, peaks = Counter[int](), Counter[int]()
-    for storage, size, stream in events:
-        if storage in taken:
-            pool, start, before = taken.pop(storage)
-            pool.free(start, before)
-            alive[stream] -= before
-            size += before
-        size = -(-size // GRAIN) * GRAIN
-        if size > 0:
-            pool = pools.setdefault((stream, size <= MIB), Pool(2 * MIB if size <= MIB else 20 * MIB))
-            taken[storage] = (pool, pool.take(size), size)
-            alive[stream] += size
-            peaks[stream] = max(peaks[stream], alive[stream])
-    return sum(pool.reserved for pool in pools.values()) / max(1, sum(peaks.values()))

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from fsdp.config import load
+from fsdp.memory.account import MIB, packing
 from fsdp.models.transformer import Block, Rotary, TransformerSizes
 from fsdp.plan import fake_step
 from fsdp.plan.estimate import Memory, notes
 from fsdp.plan.fake_step import subject_of
-from fsdp.plan.trace import COLUMN, MIB, Tracker, packing
+from fsdp.plan.trace import COLUMN, Tracker
 from tests.plan.asked import GIB, SMALL, plan
 from tests.support.marks import quick_are
 
