@@ -65,7 +65,8 @@ class MeshSizes:
         further = {"context": self.context, "tensor": self.tensor}
         named = {"replicate": self.replicate, "shard": self.shard}
         named |= {axis: size for axis, size in further.items() if size > 1}
-        return " × ".join(f"{axis} {size}" for axis, size in named.items()) + f" = {self.ranks} ranks"
+        product = " × ".join(f"{axis} {size}" for axis, size in named.items()) + f" = {self.ranks} ranks"
+        return product + (f", expert {self.expert} within a copy" if self.expert > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -350,12 +350,14 @@ class LossFunction:
             losses, weights = self.custom.weighted(self._call(model, data), data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        name, passed = self._label_name(data), self.gives_labels(data)
+        passed = self.gives_labels(data)
         rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
         if self._cuts_padding or (passed and self._entropy is None):
             data, valid = {name: value[:rows_kept] for name, value in data.items()}, valid[:rows_kept]
-        if self._entropy is not None and name and not data[name].is_floating_point():
-            return self._of_transformers(self._entropy, model, data, name, valid)
+        if self._entropy is not None:
+            name = self._label_name(data)
+            if name and not data[name].is_floating_point():
+                return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
             if passed:
                 raise self._head.refusal(f"the model computes a loss of its own from {passed}")

@@ -77,15 +77,12 @@ def joins(x: Tensor, *layers: nn.Linear) -> bool:
     joining the weights for it costs less if x has twice as many tokens as they have rows. A layer that is
     wrapped, hooked or frozen keeps its own product.
     """
+    if not x.is_cuda or torch.is_autocast_enabled("cuda"):
+        return False
     rows = sum(layer.out_features for layer in layers)
-    return (
-        x.is_cuda
-        and x.numel() >= 2 * rows * x.shape[-1]
-        and not torch.is_autocast_enabled("cuda")
-        and all(
-            type(layer) is nn.Linear and layer.weight.requires_grad and not module_hooks(layer)
-            for layer in layers
-        )
+    return x.numel() >= 2 * rows * x.shape[-1] and all(
+        type(layer) is nn.Linear and layer.weight.requires_grad and not module_hooks(layer)
+        for layer in layers
     )
 
 
@@ -245,11 +242,11 @@ class Transformer(ConvertedModule):
             self.init_buffers(self.embedding.weight.device)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None, rows: Rows | None = None) -> Tensor:
-        tables = (self.rotary_cos, self.rotary_sin)
+        cos, sin = self.rotary_cos, self.rotary_sin
         if position_ids is None:
-            rotary = Rotary(*(table[: tokens.shape[1]] for table in tables))
+            rotary = Rotary(cos[: tokens.shape[1]], sin[: tokens.shape[1]])
         else:
-            rotary = Rotary(*(table[position_ids].unsqueeze(1) for table in tables))
+            rotary = Rotary(cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1))
         weight, embedding = self.head.weight, self.embedding
         scattered = weight is embedding.weight and len(weight) >= SCATTERED * tokens.numel()
         if scattered and not torch.compiler.is_compiling():

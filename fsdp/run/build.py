@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -165,7 +166,18 @@ def loss_function(parts: RunParts, model: nn.Module) -> LossFunction:
 
 def sharded(config: Config, env: DistEnv, sharding: Sharding, model: nn.Module) -> Sharded:
     """Collective."""
-    mesh = build_mesh(sharding.sizes, env.device, config.run.process_group_timeout_s)
+    sizes, of_node = sharding.sizes, env.local_world_size
+    if env.is_main and of_node % (sizes.context * sizes.tensor):
+        tensor = math.gcd(sizes.tensor, of_node)
+        within = f"--mesh.tensor {tensor} --mesh.context {math.gcd(sizes.context, of_node // tensor)}"
+        log.warning(
+            "%s: context × tensor goes beyond the %d ranks of a node, so that every layer waits for the "
+            "network between nodes. HINT: %s --mesh.shard 0",
+            sizes.equation,
+            of_node,
+            within,
+        )
+    mesh = build_mesh(sizes, env.device, config.run.process_group_timeout_s)
     return shard_model(model, sharding, mesh)
 
 

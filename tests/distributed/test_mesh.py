@@ -65,7 +65,12 @@ def test_sizes(flags: dict[str, object], ranks: int, nodes: int, expected: tuple
             "replicate 2 × shard 1 × context 2 × tensor 2 = 8 ranks, but 4 were started. HINT: ",
         ),
         ({"tensor": 3}, 4, "replicate 1 × shard 1 × tensor 3 = 3 ranks, but 4 were started. HINT: "),
-        ({"expert": 3}, 4, "--mesh.expert 3 does not divide the 4 ranks of a copy of the weights"),
+        (
+            {"expert": 3},
+            4,
+            "--mesh.expert 3 does not divide the 4 ranks of a copy of the weights "
+            "(replicate 1 × shard 4 = 4 ranks, expert 3 within a copy)",
+        ),
         ({"expert": 2, "tensor": 4}, 4, "--mesh.expert 2 does not divide the 4 ranks of a copy"),
         ({"reshard_after_forward": "3"}, 4, "--mesh.reshard_after_forward 3 does not divide shard 4. HINT: "),
     ],
