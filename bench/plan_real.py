@@ -64,7 +64,8 @@ class Ranks:
 
 def _asks(flags: tuple[str, ...], ranks: int) -> list[FakeRun]:
     config = load(list(flags))
-    sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
+    sizes = resolve(config.mesh, ranks)
+    batch = plan_batch(config.train, sizes.data)
     return [
         FakeRun(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), "cpu")
         for rank in range(ranks)
@@ -133,7 +134,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
         scaler=None,
         clip_norm=config.train.clip_grad_norm,
     )
-    return Built(TracedSetup(parts, Tracker()), subject, plan_batch(config.train, ranks))
+    return Built(TracedSetup(parts, Tracker()), subject, plan_batch(config.train, sizes.data))
 
 
 def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> float:

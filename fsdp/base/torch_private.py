@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -55,7 +56,6 @@ COLLECTIVE_OPS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "broadcast_": "all_reduce",
-    "alltoall_base_": "all_to_all",
 }
 """Operators of the c10d namespace → collective. One under another name is missing from a plan's
 communication.
@@ -69,6 +69,8 @@ EXTRA_STATE = "_extra_state"
 
 Without it, a file of a model with such a module is refused as no state dict.
 """
+WRAPPERS = (DTensor, AsyncCollectiveTensor)
+"""Tensors whose operations are dispatched again, on the tensors within; their own storages have no memory."""
 OPTIMIZER_IMPORT = "torch._dynamo"
 """A package that each optimizer of torch imports in its first step: 20 MiB and more."""
 SNAPSHOT_VIEWER = "python -m torch.cuda._memory_viz trace_plot"
@@ -315,10 +317,14 @@ def init_fake_group(rank: int, ranks: int) -> None:
     """A default process group whose collectives do nothing: the planner's. torch has it for its own tests
     alone.
 
+    DTensor caches layouts with the mesh of an earlier default group, which equals a new one's and has groups
+    that are gone: the cache is cleared.
+
     Without it, fsdp/plan cannot shard a model for another number of ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", int)()
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 

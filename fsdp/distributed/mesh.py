@@ -199,8 +199,8 @@ def build_mesh(
 ) -> DeviceMesh:
     """The mesh of one view. The group of an only axis is the default group.
 
-    `timeout_s` sets the time-out of its groups, which do not inherit that of the default group; torch's own
-    is 10 minutes on NCCL, 30 on gloo.
+    `timeout_s` sets the time-out of its groups, which do not inherit that of the default group; torch's own,
+    with None or 0, is 10 minutes on NCCL, 30 on gloo.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -211,7 +211,7 @@ def build_mesh(
     mesh = init_device_mesh(
         device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=named
     )
-    if timeout_s is not None:
+    if timeout_s:
         for axis in axes:
             mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
     return mesh

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp.base.text import byte_size
 from fsdp.base.torch_private import (
+    WRAPPERS,
     Run,
     TorchDispatchMode,
     after_resizes,
@@ -344,7 +344,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, WRAPPERS) for kind in types):
             return NotImplemented  # it becomes operations on shards, which are dispatched here
         for tensor in tensors_in(args):
             self._see_all(tensor, "other")

@@ -301,7 +301,7 @@ class FakeRun:
 
     @property
     def compiled(self) -> bool:
-        return self.device == "cuda" and self.config.speed.compile != "false"
+        return self.device == "cuda" and self.config.speed.compile != "false" and self.sizes.tensor == 1
 
     @property
     def offloads(self) -> bool:
@@ -324,6 +324,7 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
     # one's own are not called.
     plain = replace(
         config,
+        run=replace(config.run, process_group_timeout_s=0),  # fake groups have none
         memory=replace(config.memory, activation_offload=False),
         speed=replace(config.speed, compile="false", float8="off", float8_emulate=False),
         comm=CommSection(),

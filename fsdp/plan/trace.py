@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from fsdp.base.torch_private import (
     COLLECTIVE_OPS,
+    WRAPPERS,
     WRITE_ONLY_OPS,
     TorchDispatchMode,
     accumulated_gradient,
@@ -219,7 +219,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # two of three calls: a fake tensor answers it in Python
             return args[0].fake_device
-        if any(issubclass(t, DTensor) for t in types):
+        if any(issubclass(t, WRAPPERS) for t in types):
             return NotImplemented  # its local operation is dispatched by itself
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
