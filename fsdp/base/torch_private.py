@@ -495,7 +495,8 @@ def is_written(parameter: FSDPParam) -> bool:
     whole, rooms = getattr(parameter, "_unsharded_param", None), parameter.all_gather_outputs
     if whole is None or len(rooms) != 1 or hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
         return False
-    if whole.untyped_storage().data_ptr() != rooms[0].untyped_storage().data_ptr():
+    part: Tensor = getattr(whole, "_local_tensor", whole)  # of a weight that tensor ranks divide
+    if part.untyped_storage().data_ptr() != rooms[0].untyped_storage().data_ptr():
         return True
     shard = padded_shard(parameter)
     mesh: Any = parameter.mesh_info

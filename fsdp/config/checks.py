@@ -153,7 +153,8 @@ ROWS: tuple[Row, ...] = (
     ("precision.param", "precision.master",
      lambda c: c.precision.param == "fp64" and c.precision.master != "fp64",
      "--precision.master fp64", "the first is finer than what is stored"),
-    ("watch.divergence", "mesh.strategy", lambda c: c.watch.divergence and c.mesh.strategy == "fsdp",
+    ("watch.divergence", "mesh.strategy",
+     lambda c: c.watch.divergence and c.mesh.strategy == "fsdp" and c.mesh.tensor == 1,
      "--watch.divergence 0, or --mesh.strategy hsdp", "fsdp has only one replica to compare"),
     ("memory.nvme", "memory.nvme_dir", lambda c: _nvme(c) and not c.memory.nvme_dir,
      "--memory.nvme_dir /tmp/nvme", "its files need a folder"),
@@ -225,6 +226,14 @@ ROWS: tuple[Row, ...] = (
           **_of("mesh.unsharded"), **_of("memory.cpu_offload"), **_of("memory.nvme"),
           **_of("comm.all_reduce_hook"), **_of("comm.all_gather"), **_of("comm.reduce_scatter"),
       })),
+    # torch regathers from fewer shards no weight that another axis divides
+    *_beside("mesh.tensor", _changed("mesh.tensor"), "--mesh.tensor 1", {
+        **_of("optim.name", "muon"), **_of("optim.state", "8bit"), **_of("lora.rank"), **_of("speed.float8"),
+        **_of("memory.loss_chunk"), **_of("speed.compile", "true"),
+    }),
+    *(row for axis in ("mesh.tensor", "mesh.expert")
+      for row in _beside(axis, _changed(axis), "--mesh.reshard_after_forward true", {
+          "mesh.reshard_after_forward": lambda c: c.mesh.reshard_after_forward.isdigit()})),
     *_beside("precision.frozen", _changed("precision.frozen"), "--precision.frozen auto",
              _of("memory.nvme", "all") | _of("speed.float8")),
     # an update that rounds stochastically, which is Adam's; ddp reduces gradients in the parameters' dtype
@@ -255,7 +264,7 @@ ROWS: tuple[Row, ...] = (
 # ---------------------------------------------------------------- what is no row
 
 Problems = Iterator[tuple[str, str]]
-UNBUILT_AXES = ("context", "tensor", "expert")
+UNBUILT_AXES = ("context", "expert")
 
 
 def _sources(config: Config) -> Problems:

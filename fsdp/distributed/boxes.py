@@ -5,6 +5,7 @@ torch.chunk does. DTensor's own arithmetic describes other rows where the first 
 takes a hundred microseconds for each tensor of a save.
 
 box_of, box_at         this rank's part of a tensor; that of a place on a mesh
+whole_on_tensor        whether no plan divides a tensor over tensor or expert ranks
 rows_of                rows of a shard, as torch.chunk divides dim 0
 shard_axis, _count     of a tensor that FSDP alone divides: the axis of the mesh, the number of pieces
 local_tensor           this rank's part of a DTensor
@@ -109,6 +110,14 @@ def counts_here(tensor: Tensor, tensor_rank: int) -> bool:
     )
     # the mesh of what no plan divides leaves tensor out
     return not any(others) and (not tensor_rank or "tensor" in names or "expert" in names)
+
+
+def whole_on_tensor(tensor: Tensor) -> bool:
+    """Whether each tensor rank holds what the others hold too."""
+    if not isinstance(tensor, DTensor):
+        return True
+    axes = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    return "expert" not in axes and not hasattr(axes.get("tensor"), "dim")
 
 
 def rows_of(rows: int, index: int, count: int) -> range:

@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
+        self.head_dim = sizes.head_dim
         q_width, kv_width = sizes.head_dim * sizes.heads, sizes.head_dim * sizes.kv_heads
         self.q = nn.Linear(sizes.width, q_width, bias=False)
         self.k = nn.Linear(sizes.width, kv_width, bias=False)
@@ -131,20 +131,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, rows: Rows | None = None) -> Tensor:
         q, k, v = products(x, self.q, self.k, self.v, apart=1)  # v is kept, q and k are rotated first
-        q = rotary.turn(self._split(q, self.heads))
-        k = rotary.turn(self._split(k, self.kv_heads))
-        v = self._split(v, self.kv_heads)
+        q, k, v = rotary.turn(self._split(q)), rotary.turn(self._split(k)), self._split(v)
         if rows is not None:
             y = self.core(q, k, v, rows)
         else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
-            )
+            grouped = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.o(y.transpose(1, 2).flatten(2))
 
-    @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    def _split(self, x: Tensor) -> Tensor:
+        """The heads that this rank has."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -248,7 +245,8 @@ class Transformer(ConvertedModule):
         else:
             rotary = Rotary(cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1))
         weight, embedding = self.head.weight, self.embedding
-        scattered = weight is embedding.weight and len(weight) >= SCATTERED * tokens.numel()
+        tied = weight is embedding.weight and not hasattr(weight, "placements")  # not divided
+        scattered = tied and len(weight) >= SCATTERED * tokens.numel()
         if scattered and not torch.compiler.is_compiling():
             x = self.dropout(TiedLookup.apply(weight, tokens, embedding))
         else:
@@ -266,6 +264,10 @@ class Transformer(ConvertedModule):
         if self.sizes.tied or self.sizes.vocab_size * self.sizes.width < LARGE_LAYER:
             return [*self.blocks]
         return [self.embedding, *self.blocks, [self.norm, self.head]]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How tensor ranks divide the layers, in the words of transformers' plans."""
+        return TENSOR_PLAN
 
     def param_inits(self) -> dict[str, Init]:
         """0.02; projections into the residual stream divide it by the root of their number."""
@@ -291,6 +293,14 @@ class Transformer(ConvertedModule):
         if self.rotary_cos.element_size() < 4:
             self.init_buffers(self.rotary_cos.device)
 
+
+TENSOR_PLAN = {
+    "embedding": "embedding_rowwise",
+    **{f"blocks.*.{layer}": "colwise" for layer in ("attention.q", "attention.k", "attention.v")},
+    **{f"blocks.*.{layer}": "colwise" for layer in ("ffn.gate", "ffn.up")},
+    **{f"blocks.*.{layer}": "rowwise" for layer in ("attention.o", "ffn.down")},
+    "head": "colwise_gather_output",
+}
 
 _LLAMA_8B = {
     **{"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8},

@@ -98,6 +98,8 @@ def _measured(parts: RunParts, asked_to_stop: Callable[[], str | None]) -> Evalu
             if own := sums_by_source(loss, batch, len(labels)):
                 sums[3:] += torch.cat(own)
             stopped = asked_to_stop()
+    if parts.job.place.tensor:  # another rank has the same numbers; a NaN stays one
+        sums, counted = 0 * sums, 0
     total, right, weight, *by_source = sum_over_ranks(*sums.tolist(), counted)
     count = weight + by_source.pop()
     losses = zip(labels, by_source, by_source[len(labels) :], strict=False)

@@ -254,6 +254,10 @@ def trained_model(config: Config, job: Job) -> nn.Module:
             norms[0],
             len(norms),
         )
+    if job.sizes.tensor > 1:
+        from fsdp.shard.tensor import plan_of
+
+        plan_of(model, job.sizes)  # its errors come before the first collective
     if job.data.info.facts.get(PACKED) and "transformers" in sys.modules:
         from fsdp.models.hf import attend_documents
 

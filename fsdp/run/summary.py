@@ -91,7 +91,7 @@ def _resting(config: Config, job: Job, model: nn.Module) -> float:
     dtypes, whole = job.dtypes, {*whole_parameters(model, config.mesh.unsharded).values()}
     held = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total
     kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
-    return kept + (held - kept) / job.sizes.weight_shards
+    return kept + (held - kept) / (job.sizes.weight_shards * job.sizes.tensor)
 
 
 def dry_run(config: Config, env: DistEnv) -> str:

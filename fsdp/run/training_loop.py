@@ -80,7 +80,7 @@ class TrainingLoop(RunParts):
         if is_custom(config.optim):
             self.states = StateCheck(f"--optim.name {config.optim.name}", state.optimizer, sharded.root)
             after.append(self.states.after_update)
-        summed = job.sizes.ranks // sharded.averaged_over
+        summed = job.sizes.ranks // job.sizes.tensor // sharded.averaged_over
         scaler = LossScaler(state, summed) if job.dtypes.needs_loss_scale else None
         gradients = gradients_of(sharded, None if self.files is None else self.files.in_turn)
         # The device skips an update that is one call of the optimizer; it cannot skip that of the average.

@@ -6,6 +6,7 @@ offload.
     activations   recomputation
     offload       activations and optimizer states in host memory
     nvme          optimizer states, parameters and gradients in files
+    tensor        layers divided over tensor ranks
     compute       compilation, float8, attention's kernel; the user's communication; whole parameters
     checks        the device's support, initial values, the first forward, errors of a forward
 """

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -51,6 +51,9 @@ from fsdp.shard.compute import (
     set_kernel_folders,
     whole_parameters,
 )
+
+if TYPE_CHECKING:
+    from fsdp.shard.tensor import TensorGradients
 
 MOST_KEPT = 0.1
 """Of a device's memory, gathered parameters that auto keeps after forward."""
@@ -112,6 +115,8 @@ class Sharded:
     """Names of the parameters of --mesh.unsharded."""
     compiled: Sequence[nn.Module] = ()
     """The modules that are compiled."""
+    tensor: TensorGradients | None = None
+    """With --mesh.tensor."""
     reduced: bool = field(default=False, init=False)
     """Whether a last micro-batch has ended since the caller of the model set it to False."""
     runs: nn.Module = field(init=False)
@@ -161,8 +166,10 @@ class Sharded:
         except (IndexError, RuntimeError) as error:
             raise explained(error) from error.__cause__
         if last:
+            if self.tensor is not None:
+                self.tensor.reduce()
             if self.sizes.ranks > 1 and not ddp:
-                reduce_gradients(self.replicated, self.averaged_over)
+                reduce_gradients(self.replicated, self.averaged_over * self.sizes.tensor)
             self.reduced = True
 
     def _check_reduced(self, runs: DistributedDataParallel) -> None:
@@ -240,7 +247,8 @@ class Sharding:
         if policy != "auto":
             return policy
         offloads = self.config.memory.cpu_offload or self.config.memory.nvme != "off"
-        gathered = self.dtypes.param.itemsize * sum(p.numel() for p in model.parameters())
+        numel = sum(p.numel() for p in model.parameters()) / self.sizes.tensor
+        gathered = self.dtypes.param.itemsize * numel
         return self.sizes.weight_shards > 1 or offloads or gathered > MOST_KEPT * self.room
 
 
@@ -252,7 +260,8 @@ def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, r
         sizes=sizes,
         device=here,
         dtypes=resolve_dtypes(config.precision, here),
-        compiled=device is not None and compiles(config.speed, device),
+        # layers that tensor ranks divide are not compiled
+        compiled=device is not None and sizes.tensor == 1 and compiles(config.speed, device),
         hooks=load_hooks(config.comm),
         room=room or memory_of(here) / (sizes.ranks if here.type == "cpu" else 1),
     )
@@ -271,6 +280,12 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         if view != "weights"
     }
     _apply_dtypes(model, job.dtypes)
+    tensor: TensorGradients | None = None
+    if job.sizes.tensor > 1:
+        from fsdp.shard.tensor import TensorGradients, apply_plan
+
+        summed = apply_plan(model, mesh["tensor"], job.sizes)
+        tensor = TensorGradients(model, mesh.get_group("tensor"), summed)
     units = find_units(model, config.mesh.wrap)
     apply_float8(units, speed, sharded=sharded_by_fsdp)
     if memory.activation_checkpointing != "none" or memory.activation_budget < 1:
@@ -298,10 +313,11 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         units=units,
         accumulate=config.mesh.accumulate,
         reshard=job.resharding(model),
-        averaged_over=job.sizes.ranks if averages else 1,
+        averaged_over=job.sizes.ranks // job.sizes.tensor if averages else 1,
         views=views,
         whole=frozenset(whole_parameters(model, config.mesh.unsharded)),
         compiled=compiled_modules,
+        tensor=tensor,
     )
     if sharded_by_fsdp:
         _apply_fully_shard(sharded, memory)

@@ -28,7 +28,7 @@ from fsdp.base.torch_private import (
 )
 from fsdp.config import WatchSection
 from fsdp.distributed import collectives
-from fsdp.distributed.boxes import local_tensor
+from fsdp.distributed.boxes import local_tensor, whole_on_tensor
 from fsdp.distributed.env import set_variable
 from fsdp.models.units import clean_name
 from fsdp.shard.shard import Sharded
@@ -48,29 +48,28 @@ class ReplicaChecks:
     """One rank's side of the comparison of replicas, for --watch.divergence."""
 
     def __init__(self, section: WatchSection, sharded: Sharded) -> None:
-        if sharded.sizes.replicate == 1:
+        axes = {"dp_replicate": sharded.sizes.replicate, "tensor": sharded.sizes.tensor}
+        groups = {axis: sharded.mesh.get_group(axis) for axis, size in axes.items() if size > 1}
+        if not groups:
             raise ConfigError(
                 f"--watch.divergence {section.divergence}: there is one replica.",
                 "--watch.divergence 0, or --mesh.strategy hsdp",
             )
-        self._every, self._root = section.divergence, sharded.root
-        self._replicas = sharded.mesh.get_group("dp_replicate")
+        self._every, self._root, self._groups = section.divergence, sharded.root, groups
 
     def compare(self, step: int) -> None:
         """Call it after an update: raises TrainingError on every rank unless replicas hold the same bits."""
         if step % self._every:
             return
         named = list(self._root.named_parameters())
-        digests: list[list[int]] = [[] for _ in range(self._replicas.size())]
-        own = [digest_shard(local_tensor(parameter)).weighted for _, parameter in named]
-        dist.all_gather_object(digests, own, group=self._replicas)
-        by_parameter = list(zip(*digests, strict=True))
-        differing = [index for index, values in enumerate(by_parameter) if len(set(values)) > 1]
-        ranks = dist.get_process_group_ranks(self._replicas)
-        odd = odd_ones(by_parameter[differing[0]], ranks) if differing else []
+        own = {name: digest_shard(local_tensor(parameter)).weighted for name, parameter in named}
+        whole = {name: own[name] for name, parameter in named if whole_on_tensor(parameter)}
         # each rank compares its own shard: all raise if any differs
-        name = named[differing[0]][0] if differing else ""
-        reports = [found for found in collectives.all_gather_objects((name, odd, len(differing))) if found[0]]
+        differing = [
+            _differing(group, whole if axis == "tensor" else own) for axis, group in self._groups.items()
+        ]
+        first = max(differing, key=lambda one: one[2])
+        reports = [found for found in collectives.all_gather_objects(first) if found[0]]
         if reports:
             odd_ranks = sorted({rank for _, odd, _ in reports for rank in odd})
             raise TrainingError(
@@ -79,6 +78,16 @@ class ReplicaChecks:
                 "start again from the previous checkpoint; if it is the same node each time, leave it out",
                 ranks=tuple(odd_ranks),
             )
+
+
+def _differing(group: dist.ProcessGroup, own: dict[str, int]) -> tuple[str, list[int], int]:
+    """Over the ranks of a group: the first name whose digests differ, the ranks to blame, how many differ."""
+    digests: list[dict[str, int]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(digests, own, group=group)
+    names = [name for name in own if len({one[name] for one in digests}) > 1]
+    ranks = dist.get_process_group_ranks(group)
+    odd = odd_ones([one[names[0]] for one in digests], ranks) if names else []
+    return names[0] if names else "", odd, len(names)
 
 
 def odd_ones(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:

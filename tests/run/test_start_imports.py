@@ -31,6 +31,7 @@ SPARED = {
     "fsdp.optim.muon": "--optim.name muon",
     "fsdp.optim.small_states": "--optim.state",
     "fsdp.shard.activations": "--memory.activation_checkpointing",
+    "fsdp.shard.tensor": "--mesh.tensor",
     "fsdp.report": "the report",
     "fsdp.plan": "the planner",
     "fsdp.tokenize.conversations": "rows of text",
