@@ -26,8 +26,9 @@ from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, subject_of, trace
 from fsdp.plan.trace import KINDS, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+from fsdp.shard.ddp import replicate
 from fsdp.shard.materialize import materialize
-from fsdp.shard.shard import replicate, shard_model, sharding_of
+from fsdp.shard.shard import shard_model, sharding_of
 
 LOOKS = 4
 """Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in

@@ -41,8 +41,9 @@ from fsdp.rundir.history import RunDir, writing
 from fsdp.rundir.lock import TWO_RUNS, Folder, Lock, hold
 from fsdp.shard.checks import check_first_forward, state_digest
 from fsdp.shard.compute import attention_kernel, missing, set_kernel_folders
+from fsdp.shard.ddp import replicate
 from fsdp.shard.materialize import build_on_host, materialize
-from fsdp.shard.shard import Dtypes, Sharded, Sharding, replicate, shard_model
+from fsdp.shard.shard import Dtypes, Sharded, Sharding, shard_model
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import Base, PretrainedWeights

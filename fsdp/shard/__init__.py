@@ -1,7 +1,8 @@
 """Spreads a model over ranks: sharding, materialization, communication, float8, compilation, recomputation,
 offload.
 
-    shard         the order of all steps; DDP
+    shard         the order of all steps
+    ddp           DDP around a model whose weights are real
     materialize   a meta model made real
     activations   recomputation
     offload       activations and optimizer states in host memory

@@ -1,5 +1,5 @@
 """Shards a plain module, in the one order that works: float8 → checkpointing → compile → activations' offload
-→ fully_shard; or DDP around a model whose weights are real.
+→ fully_shard. For --mesh.tensor the model's plan comes first (tensor.py); DDP is in ddp.py.
 
 The units are data from the model (fsdp/models/units.py); the groups are the mesh's. Weights are not touched:
 the model may be on the meta device.
@@ -37,7 +37,6 @@ from fsdp.base.torch_private import (
 )
 from fsdp.config import Config, MemorySection, PrecisionSection, SpeedSection, reshard_policy
 from fsdp.distributed.mesh import MeshSizes, build_mesh, mesh_views
-from fsdp.models.init import persistent
 from fsdp.models.units import blocks_of, find_units, has_separate_experts, norms_beside
 from fsdp.shard.checks import explained
 from fsdp.shard.compute import (
@@ -430,60 +429,3 @@ def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> No
             unit.set_modules_to_forward_prefetch(heads[at + 1 : at + 1 + speed.prefetch_forward])
         if speed.prefetch_backward > 1:
             unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
-
-
-def replicate(sharded: Sharded) -> None:
-    """Applies DDP after the weights are real and equal, without its own broadcast at the start."""
-    if sharded.sizes.strategy != "ddp":
-        return
-    for parameter in sharded.root.parameters():
-        if not parameter.numel():
-            parameter.requires_grad_(False)  # DDP would wait for a gradient of nothing
-    trains = any(p.requires_grad for p in sharded.root.parameters())
-    assert trains, "DDP refuses a model with nothing to train"
-    runs = DistributedDataParallel(
-        sharded.root,
-        device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
-        process_group=sharded.mesh.get_group("dp_replicate"),
-        init_sync=False,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=False,
-        static_graph=False,
-    )
-    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants
-    # need it not. Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of
-    # the first.
-    buffers = {name for name, _ in sharded.root.named_buffers()}
-    runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
-    if sharded.sizes.ranks > 2:  # the sum of two has one order
-        _settle_buckets(runs)
-    sharded.runs = runs
-
-
-class _ParameterSums(nn.Module):
-    """Forward returns a sum of each parameter, whose gradient is what the caller gives."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self._listed = tuple(parameters)  # not registered: they are the model's
-
-    def forward(self, _: None) -> tuple[torch.Tensor, ...]:
-        return tuple(parameter.sum() for parameter in self._listed)
-
-
-def _settle_buckets(runs: DistributedDataParallel) -> None:
-    """A backward of zeros, in the reverse order of definition. Collective.
-
-    DDP divides the gradients into other buckets after a process's first backward, in the order in which they
-    came. A sum over three ranks or more is rounded by its place in a bucket: without this, the first step of
-    a resumed run had other bits than that step of the run that went on.
-    """
-    trained = [parameter for parameter in runs.module.parameters() if parameter.requires_grad]
-    model, runs.module = runs.module, _ParameterSums(trained)
-    try:
-        sums = runs(None)  # with a device, DDP's forward needs an argument
-        torch.autograd.backward(sums, [torch.zeros_like(one) for one in sums])
-    finally:
-        runs.module = model
-    for parameter in trained:
-        parameter.grad = None

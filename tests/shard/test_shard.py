@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.config import Config, MeshSection, PrecisionSection, SpeedSection
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import build_mesh, resolve
-from fsdp.shard.shard import Sharded, replicate, resolve_dtypes, shard_model, sharding_of
+from fsdp.shard.ddp import replicate
+from fsdp.shard.shard import Sharded, resolve_dtypes, shard_model, sharding_of
 from tests.shard.test_materialize import made
 from tests.support import user_code
 from tests.support.world import run_world
