@@ -264,7 +264,7 @@ ROWS: tuple[Row, ...] = (
 # ---------------------------------------------------------------- what is no row
 
 Problems = Iterator[tuple[str, str]]
-UNBUILT_AXES = ("context", "expert")
+UNBUILT_AXES = ("context",)
 
 
 def _sources(config: Config) -> Problems:

@@ -254,10 +254,15 @@ def trained_model(config: Config, job: Job) -> nn.Module:
             norms[0],
             len(norms),
         )
+    # Their errors come before the first collective.
     if job.sizes.tensor > 1:
         from fsdp.shard.tensor import plan_of
 
-        plan_of(model, job.sizes)  # its errors come before the first collective
+        plan_of(model, job.sizes)
+    if job.sizes.expert > 1:
+        from fsdp.shard.expert import dispatch_of
+
+        dispatch_of(model, job.sizes)
     if job.data.info.facts.get(PACKED) and "transformers" in sys.modules:
         from fsdp.models.hf import attend_documents
 

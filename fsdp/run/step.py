@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import LR_RATIO
 from fsdp.shard.shard import Sharded
+
+if TYPE_CHECKING:
+    from fsdp.shard.expert import ExpertModules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,8 @@ def _forward(
     own = loss.loss_sum.detach().double()
     if loss.weight is not None or loss.auxiliary is not None or totals.sources:
         own = numbers_of(own, loss, batch, totals.sources)
+    if sharded.experts is not None:
+        own = torch.cat([own.view(-1), sharded.experts.tokens()])
     return scaled, own if numbers is None else numbers + own
 
 
@@ -212,12 +218,13 @@ class BatchTotals(Totals):
         signed: Callable[[], None] | None,
         *,
         counts: bool = True,
+        experts: ExpertModules | None = None,
     ) -> None:
         """`labels` are the sources' names; `signed` is called when the last backward has all gradients.
         `counts` is false on a rank whose numbers another rank has too.
         """
         self._loss_function, self._labels, self._signed = loss_function, labels, signed
-        self._counts = counts
+        self._counts, self._experts = counts, experts
         self.rows, self.sources = batch.samples, len(labels)
         if loss_function.custom is not None:
             self.factor = self._factor
@@ -253,12 +260,15 @@ class BatchTotals(Totals):
         return self._weight / torch.where(weight != 0, weight, 1)
 
     def finish(self) -> None:
-        sums, added = self._sum.wait(), self._loss_function.adds
+        sums, added, loads = self._sum.wait(), self._loss_function.adds, list[Tensor]()
+        if self._experts is not None:
+            sums, numbers = self._experts.loads(sums)
+            loads = [numbers]
         self.loss = sums[0] / self._weight
         if self.factor is not None:
             self.loss = self.loss * self.factor()
         first = 1 + (self.factor is not None) + added
-        parts = [sums[1:2] / self.rows] if added else []
+        parts = loads + ([sums[1:2] / self.rows] if added else [])
         if self.sources:
             self.lacks_sources = len(sums) == first
             parts += [] if self.lacks_sources else [sums[first : first + 2 * self.sources]]
@@ -267,7 +277,9 @@ class BatchTotals(Totals):
 
     def named(self, numbers: list[float]) -> dict[str, float]:
         """The record's fields from the fetched numbers of `more`."""
-        fields = {"aux_loss": numbers.pop(0)} if self._loss_function.adds else {}
+        names = [] if self._experts is None else [*self._experts.FIELDS]
+        names += ["aux_loss"] if self._loss_function.adds else []
+        fields, numbers = dict(zip(names, numbers, strict=False)), numbers[len(names) :]
         losses, weights = numbers[: self.sources], numbers[self.sources :]
         for label, loss, weight in zip(self._labels, losses, weights, strict=False):  # none, or one each
             if weight:

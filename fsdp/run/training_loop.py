@@ -211,7 +211,10 @@ class TrainingLoop(RunParts):
         """
         signed = None if self.branches is None else self.branches.sign
         counts, info = not self.job.place.tensor, self.job.data.info
-        totals = BatchTotals(self.loss_function, info, batch, self.labels, signed, counts=counts)
+        experts = self.sharded.experts
+        totals = BatchTotals(
+            self.loss_function, info, batch, self.labels, signed, counts=counts, experts=experts
+        )
         micro = iter(batch.micro)
         if self.env.device.type != "cpu":
             micro = (host.to(self.env.device) for host in batch.micro)

@@ -2,6 +2,7 @@
 offload.
 
     shard         the order of all steps
+    expert        experts divided over ranks, their tokens exchanged
     ddp           DDP around a model whose weights are real
     materialize   a meta model made real
     activations   recomputation

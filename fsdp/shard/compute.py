@@ -302,6 +302,23 @@ class _Collective:
         return self._function(output_tensor, input_tensor, group, *args, **more)
 
 
+class OneBuffer:
+    """FSDP copies the only rank's gradients from a reduction's input to its output: one tensor is both, and
+    no copy is made.
+    """
+
+    _given: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        given, self._given = self._given, None
+        if given is None:
+            given = self._given = torch.empty(*size, dtype=dtype, device=device)
+        return given
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        raise AssertionError("one rank reduces nothing")
+
+
 def apply_comm(root: nn.Module, hooks: Hooks, *, sums: bool) -> None:
     """Applied to each unit after fully_shard: torch's setters do not recurse by themselves."""
     for module in root.modules():

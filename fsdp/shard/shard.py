@@ -1,5 +1,5 @@
-"""Shards a plain module, in the one order that works: float8 → checkpointing → compile → activations' offload
-→ fully_shard. For --mesh.tensor the model's plan comes first (tensor.py); DDP is in ddp.py.
+"""Shards a plain module, in the one order that works: tensor → expert → float8 → checkpointing → compile →
+offload of activations → fully_shard. DDP, which comes when the weights are real, is in ddp.py.
 
 The units are data from the model (fsdp/models/units.py); the groups are the mesh's. Weights are not touched:
 the model may be on the meta device.
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from fsdp.models.units import blocks_of, find_units, has_separate_experts, norms
 from fsdp.shard.checks import explained
 from fsdp.shard.compute import (
     Hooks,
+    OneBuffer,
     apply_casts,
     apply_comm,
     apply_float8,
@@ -52,6 +53,7 @@ from fsdp.shard.compute import (
 )
 
 if TYPE_CHECKING:
+    from fsdp.shard.expert import ExpertModules
     from fsdp.shard.tensor import TensorGradients
 
 MOST_KEPT = 0.1
@@ -116,6 +118,8 @@ class Sharded:
     """The modules that are compiled."""
     tensor: TensorGradients | None = None
     """With --mesh.tensor."""
+    experts: ExpertModules | None = None
+    """With --mesh.expert."""
     reduced: bool = field(default=False, init=False)
     """Whether a last micro-batch has ended since the caller of the model set it to False."""
     runs: nn.Module = field(init=False)
@@ -267,7 +271,7 @@ def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None, r
 
 
 def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
-    """Shards the model, whose weights may still be on meta. For DDP call `replicate` once they are real."""
+    """Shards the model, whose weights may still be on meta. DDP comes once they are real (ddp.py)."""
     config, memory, speed = job.config, job.config.memory, job.config.speed
     sharded_by_fsdp = job.sizes.strategy != "ddp"
     # Replicas alone: DDP averages, and FSDP would divide one shard's gradients by 1 into a copy of them.
@@ -285,6 +289,12 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
 
         summed = apply_plan(model, mesh["tensor"], job.sizes)
         tensor = TensorGradients(model, mesh.get_group("tensor"), summed)
+    experts: ExpertModules | None = None
+    if job.sizes.expert > 1:
+        from fsdp.shard.expert import apply_dispatch
+
+        axis = mesh["tensor"] if job.sizes.tensor > 1 else None
+        experts = apply_dispatch(model, job.sizes, views["experts"], axis)
     units = find_units(model, config.mesh.wrap)
     apply_float8(units, speed, sharded=sharded_by_fsdp)
     if memory.activation_checkpointing != "none" or memory.activation_budget < 1:
@@ -317,6 +327,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         whole=frozenset(whole_parameters(model, config.mesh.unsharded)),
         compiled=compiled_modules,
         tensor=tensor,
+        experts=experts,
     )
     if sharded_by_fsdp:
         _apply_fully_shard(sharded, memory)
@@ -324,7 +335,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         _apply_prefetch(units, speed)
         hooks = job.hooks
         if job.sizes.weight_shards == 1 and hooks.reduce_scatter is None:
-            hooks = dataclasses.replace(hooks, reduce_scatter=_OneBuffer())
+            hooks = dataclasses.replace(hooks, reduce_scatter=OneBuffer())
         apply_comm(model, hooks, sums=not averages)
     return sharded
 
@@ -382,32 +393,22 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
     )
     # The model's output is the root's: a block's, cast too, would meet the root's parameters in bf16.
     within = dataclasses.replace(mixed, output_dtype=None)
+    if (experts := sharded.experts) is not None:
+        # A router's weights keep their dtype, as in a block that is one unit.
+        policy = dataclasses.replace(within, cast_forward_inputs=False)
+        for module in experts.modules:
+            wrap(module, mesh=experts.mesh, mp_policy=policy, reshard_after_forward=reshard)
     # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
     # again at once.
     for unit in sharded.units:
+        if isinstance(unit[0], FSDPModule):  # experts
+            continue
         modules = unit if len(unit) > 1 else unit[0]
         last = unit is sharded.units[-1]
         wrap(modules, mp_policy=within, reshard_after_forward=False if last else reshard)
     wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
     if sharded.sizes.weight_shards == 1 and not reshard and memory.nvme != "all":
         sharded.together = whole_groups(sharded.root)
-
-
-class _OneBuffer:
-    """FSDP copies the only rank's gradients from a reduction's input to its output: one tensor is both, and
-    no copy is made.
-    """
-
-    _given: torch.Tensor | None = None
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        given, self._given = self._given, None
-        if given is None:
-            given = self._given = torch.empty(*size, dtype=dtype, device=device)
-        return given
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        raise AssertionError("one rank reduces nothing")
 
 
 def _reduce_unused_experts(root: nn.Module) -> None:

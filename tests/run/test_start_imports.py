@@ -32,6 +32,7 @@ SPARED = {
     "fsdp.optim.small_states": "--optim.state",
     "fsdp.shard.activations": "--memory.activation_checkpointing",
     "fsdp.shard.tensor": "--mesh.tensor",
+    "fsdp.shard.expert": "--mesh.expert",
     "fsdp.report": "the report",
     "fsdp.plan": "the planner",
     "fsdp.tokenize.conversations": "rows of text",

@@ -1,0 +1,79 @@
+"""--mesh.expert: mixtures of transformers on every shape train as one process does, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.base.torch_private import prepare_torchvision
+from tests.support.runs import Finished, run
+
+pytestmark = pytest.mark.needs("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 31, "num_experts_per_tok": 2,
+}  # fmt: skip
+SMALL = {"moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8}
+ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": SMALL | ROUTER,
+    "DeepseekV3": LATENT,
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "attn_implementation": "eager"},
+    "Llama": {},
+}
+FLAGS = (
+    "--data.name tests.models.small_hf:texts --data.args.kind causal --precision.master fp64 "
+    "--train.steps 3 --train.global_batch 8 --optim.warmup_steps 0 --checkpoint.export_format torch"
+)
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2 --mesh.expert 2"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prepare_torchvision()
+    import transformers
+
+    path = tmp_path_factory.mktemp("mixtures")
+    for name, fields in MODELS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**SIZES | fields)
+        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path / name)
+    return path
+
+
+def largest_difference(one: Finished, other: Finished) -> float:
+    """Of losses and norms, relative; of the parameters after the last step."""
+    assert len(one.records) == len(other.records)
+    apart = [float((one.parameters[name] - p).abs().max()) for name, p in other.parameters.items()]
+    for mine, theirs in zip(one.records, other.records, strict=True):
+        apart += [abs(mine[n] / theirs[n] - 1) for n in ("loss", "grad_norm", "aux_loss") if n in mine]
+    return max(apart)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "shape", "micro"),
+    [
+        ("Mixtral", 2, "--mesh.expert 2 --memory.activation_checkpointing full", 2),
+        ("Qwen3Moe", 4, HSDP, 1),
+        ("DeepseekV3", 4, "--mesh.expert 2", 2),
+        ("GptOss", 4, "--mesh.expert 4", 1),
+    ],
+)
+def test_experts_on_their_ranks_train_as_in_one_process(
+    folders: Path, tmp_path: Path, model: str, ranks: int, shape: str, micro: int
+) -> None:
+    """Rows of the micro-batch are the same, on which a router's loss depends."""
+    words = f"{FLAGS} --model.name hf:{folders / model} --train.micro_batch {micro}"
+    one, other = run(1, tmp_path / "one", words), run(ranks, tmp_path / "other", words, shape)
+    assert largest_difference(one, other) < 1e-10
+    assert all(record["expert_load"] > 1 for record in other.records)
