@@ -37,7 +37,7 @@ def check(config: Config) -> None:
             pair = f"{_flag(config, field)} and {_flag(config, other)} do not go together"
             hint = re.sub(r"\{(\w+\.\w+)\}", lambda name: shown_value(value_of(config, name[1])), hint)
             raise ConfigError(f"{pair}{reason and f': {reason}'}.", hint)
-    for check_more in (_sources, _texts, _axes, _ray):
+    for check_more in (_sources, _texts, _ray):
         for message, hint in check_more(config):
             raise ConfigError(message, hint)
 
@@ -264,7 +264,6 @@ ROWS: tuple[Row, ...] = (
 # ---------------------------------------------------------------- what is no row
 
 Problems = Iterator[tuple[str, str]]
-UNBUILT_AXES = ("context",)
 
 
 def _sources(config: Config) -> Problems:
@@ -314,12 +313,6 @@ def _texts(config: Config) -> Problems:
             f"--run.dir {place} is not a folder, and run directories are.",
             f"--checkpoint.dir {shlex.quote(place)}, from which any machine resumes",
         )
-
-
-def _axes(config: Config) -> Problems:
-    for axis in UNBUILT_AXES:
-        if getattr(config.mesh, axis) > 1:
-            yield f"--mesh.{axis} is not supported yet.", f"--mesh.{axis} 1"
 
 
 def _ray(config: Config) -> Problems:

@@ -68,11 +68,12 @@ class Loader:
         device: torch.device | None = None,
         source_of: Callable[[np.ndarray], Tensor] | None = None,
         about: Callable[[int], tuple[int, float | None]] = lambda step: (0, None),
+        cut: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     ) -> None:
         """Batches are copied to `device` while they are read ahead; None leaves them on the host. `about`
-        gives the seed and the epoch of a step's batch.
+        gives the seed and the epoch of a step's batch; `cut` takes this rank's part of each row.
         """
-        self._about = about
+        self._about, self._cut = about, cut
         self.samples, self.cursor, self._source_of = samples, cursor, source_of
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
@@ -104,6 +105,7 @@ class Loader:
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
         rows = pad(part, self.micro_batch, spare)
         data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step + 1}")
+        data = data if self._cut is None else self._cut(data)
         mask = self._mask(len(part))
         counted = count_tokens(data, mask)
         sources = None if self._source_of is None else self._source_of(rows)

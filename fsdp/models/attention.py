@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import StandIns
-from fsdp.models.registry import POSITIONS, WHOLE_ROWS
+from fsdp.models.registry import POSITIONS, ROW_POSITIONS, WHOLE_ROWS
 
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_HEAD_DIM = 256
@@ -40,6 +40,8 @@ class Rows:
 
     bounds: Tensor | None
     masks: dict[int | None, Tensor]
+    heads: set[tuple[int, int]]
+    """Of queries and of keys, in the layers of a model of transformers."""
 
     def __init__(
         self, dtype: torch.dtype, head_dims: Collection[int], windows: Collection[int | None] = (None,)
@@ -57,6 +59,22 @@ class Rows:
         self.masks = {window: document_mask(starts, dtype, window or length) for window in self._windows}
         return self
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
+        return attend(q, k, v, self, window=window, scale=scale)
+
+
+def read_rows(rows: Rows, passed_as: str, model: nn.Module, args: Any, more: dict[str, Any]) -> Any:
+    """A hook before a model's forward. `passed_as` is the parameter that takes the rows; empty for none."""
+    whole = more.pop(ROW_POSITIONS, None)
+    positions = more.get(POSITIONS) if whole is None else whole
+    if positions is None:  # each row is one document
+        tokens = args[0] if args else more["input_ids"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    rows.read(positions)
+    return args, more | ({passed_as: rows} if passed_as else {})
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, window: int | None = None, scale: float | None = None
@@ -68,7 +86,7 @@ def attend(
         return _varlen(q, k, v, rows.bounds, window, scale)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda":  # with a mask no fused kernel takes groups there
-        k, v, grouped = *_repeated(q, k, v), False
+        k, v, grouped = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
     mask = rows.masks[window].to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
@@ -139,7 +157,7 @@ def _varlen(
         if "enable_gqa" in inspect.signature(kernel).parameters:
             settings["enable_gqa"] = True
         else:
-            k, v = _repeated(q, k, v)
+            k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     width = v.shape[-1]
     if width != q.shape[-1]:  # the kernel takes one size of heads
         v = F.pad(v, (0, q.shape[-1] - width))
@@ -151,10 +169,9 @@ def _varlen(
     return y[..., :width].unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with as many heads as q."""
-    count = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(count, dim=1), v.repeat_interleave(count, dim=1)
+def repeated(heads: Tensor, count: int) -> Tensor:
+    """k or v with as many heads as q."""
+    return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
 # ---------------------------------------------------------------- in models of transformers
@@ -165,7 +182,7 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """`attend` in the form of transformers' attention functions."""
     window, scale = more.get("sliding_window"), more.get("scaling")
-    y = attend(query, key, value, module.document_rows, window=window, scale=scale)
+    y = module.document_rows.attend(query, key, value, window=window, scale=scale)
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -184,8 +201,8 @@ class AttentionReader(StandIns):
         """`shape` is that of the tokens, [batch, length]."""
         super().__init__()
         self._names, self._shape = {module: name for name, module in model.named_modules()}, shape
-        self.layers: dict[str, tuple[torch.dtype, int, int | None]] = {}
-        """The dtype and head_dim of a layer's q, and its window."""
+        self.layers: dict[str, tuple[torch.dtype, int, int | None, tuple[int, int]]] = {}
+        """The dtype and head_dim of a layer's q, its window, its heads of queries and of keys."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__ and args[0].is_meta:
@@ -217,7 +234,7 @@ class AttentionReader(StandIns):
             or value.shape[3] > size
         ):
             self.fault = self.fault or "its mask or shapes are not those of a document's tokens so far"
-        self.layers[self._names[module]] = query.dtype, size, window
+        self.layers[self._names[module]] = query.dtype, size, window, (heads, key.shape[1])
         return query.new_empty(batch, length, heads, value.shape[3]), None
 
 
@@ -241,6 +258,28 @@ def check_chunks(model: nn.Module, name: str, length: int) -> None:
         )
 
 
+def differing_logits(
+    logits_of: Callable[[Tensor, Tensor], Tensor | None],
+    tokens: Tensor,
+    positions: Tensor,
+    kept: slice,
+    model: nn.Module,
+) -> float:
+    """How far the logits of the `kept` tokens change with all the others; 0 for the same bits. A mixture of
+    experts may compute them in another order: it has a bound.
+    """
+    changed = torch.where(tokens > 0, tokens - 1, 1)
+    changed[:, kept] = tokens[:, kept]
+    before, after = logits_of(tokens, positions), logits_of(changed, positions)
+    if before is None or after is None or before.dim() < 3:
+        return 0.0
+    # By the names of modules: the field of a configuration differs from model to model.
+    experts = any("expert" in name.lower() for name, _ in model.named_modules())
+    bound = 16 * torch.finfo(before.dtype).eps * float(before.abs().max()) if experts else 0.0
+    difference = float((before[:, kept].double() - after[:, kept].double()).abs().max())
+    return 0.0 if difference <= bound else difference
+
+
 def check_documents_apart(
     logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module, name: str
 ) -> None:
@@ -253,16 +292,7 @@ def check_documents_apart(
         return
     positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(tokens.device)
     positions = positions.expand_as(tokens)
-    changed = torch.where(tokens > 0, tokens - 1, 1)
-    changed = torch.cat([changed[:, :half], tokens[:, half:]], dim=1)
-    before, after = logits_of(tokens, positions), logits_of(changed, positions)
-    if before is None or after is None or before.dim() < 3:
-        return
-    # By the names of modules: the field of a configuration differs from model to model.
-    experts = any("expert" in name.lower() for name, _ in model.named_modules())
-    bound = 16 * torch.finfo(before.dtype).eps * float(before.abs().max()) if experts else 0.0
-    difference = float((before[:, half:].double() - after[:, half:].double()).abs().max())
-    if not difference <= bound:
+    if difference := differing_logits(logits_of, tokens, positions, slice(half, None), model):
         raise ConfigError(
             f"--model.name {name} takes {POSITIONS}, but its attention crosses the documents of packed rows: "
             f"logits of one document change by {difference:.3g} with the tokens of another.",

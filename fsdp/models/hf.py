@@ -31,9 +31,9 @@ from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config.sections import expanded
-from fsdp.models.attention import AttentionReader, Rows, attend_rows, text_config
+from fsdp.models.attention import AttentionReader, Rows, attend_rows, read_rows, text_config
 from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
-from fsdp.models.registry import POSITIONS, PREFIX, Facts, blame, check_model, unknown_argument
+from fsdp.models.registry import PREFIX, Facts, blame, check_model, unknown_argument
 from fsdp.models.transformer import LlamaFormat
 
 log = logging.getLogger(__name__)
@@ -404,15 +404,15 @@ CORE, READER = "shardrun", "shardrun_reader"
 """Names among transformers' attention functions."""
 
 
-def attend_documents(model: Any, computed: torch.dtype) -> None:
-    """Packed rows: replaces transformers' sdpa by `attend`, without a mask of transformers. Before sharding;
-    the layers compute in `computed`.
+def attend_documents(model: Any, computed: torch.dtype, of: type[Rows] = Rows) -> str:
+    """Replaces transformers' sdpa by the attention of rows of the type `of`, without a mask of transformers.
+    Before sharding; the layers compute in `computed`.
 
     A forward of a copy on meta reads what the attention asks for. Where that is more than `attend` computes,
-    the model keeps its attention and its mask.
+    the model keeps its attention and its mask; returns why.
     """
     if not hasattr(model, "set_attn_implementation"):
-        return
+        return ""
     try:
         reader = _read_attention(model, computed)
         sdpa = model.config._attn_implementation == "sdpa" and bool(reader.layers)
@@ -420,18 +420,19 @@ def attend_documents(model: Any, computed: torch.dtype) -> None:
     except Exception as error:  # what a forward without values raises differs from model to model
         fault = f"it cannot be read on the meta device ({first_line(error, 80)})"
     if fault:
-        log.info("packed rows: %s keeps transformers' attention and mask: %s", type(model).__name__, fault)
-        return
+        return fault
     from transformers import AttentionInterface
 
-    dtypes, head_dims, windows = (set(values) for values in zip(*reader.layers.values(), strict=True))
-    rows = Rows(max(dtypes, key=lambda dtype: dtype.itemsize), head_dims, windows)
+    dtypes, head_dims, windows, heads = (set(values) for values in zip(*reader.layers.values(), strict=True))
+    model.document_rows = rows = of(max(dtypes, key=lambda dtype: dtype.itemsize), head_dims, windows)
+    rows.heads = heads
     for name in reader.layers:
         model.get_submodule(name).document_rows = rows
-    model.register_forward_pre_hook(functools.partial(_read_rows, rows), with_kwargs=True)
+    model.register_forward_pre_hook(functools.partial(read_rows, rows, ""), with_kwargs=True)
     # It has no mask function: transformers then makes no mask, and reads no positions.
     AttentionInterface.register(CORE, attend_rows)
     model.set_attn_implementation(CORE)
+    return ""
 
 
 def _read_attention(model: nn.Module, computed: torch.dtype) -> AttentionReader:
@@ -450,11 +451,3 @@ def _read_attention(model: nn.Module, computed: torch.dtype) -> AttentionReader:
         with torch.no_grad(), reader:
             trial(tokens, position_ids=tokens)
     return reader
-
-
-def _read_rows(rows: Rows, model: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-    positions = more.get(POSITIONS)
-    if positions is None:  # each row is one document
-        tokens = args[0] if args else more["input_ids"]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    rows.read(positions)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fsdp.base.devices import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.registry import IGNORED, blame, load_attribute
+from fsdp.models.registry import IGNORED, ROW_POSITIONS, blame, load_attribute
 from fsdp.models.units import BATCH_NORMS
 
 if TYPE_CHECKING:
@@ -472,7 +472,7 @@ class LossFunction:
         passed = {} if total is None else {ITEMS: total}
         for name, value in data.items():
             accepted = name in self._accepts or (self._accepts_all and name != "targets")
-            if name == "inputs" or (accepted and name not in self._withheld):
+            if name in ("inputs", ROW_POSITIONS) or (accepted and name not in self._withheld):
                 passed[name] = value.to(self._dtype) if value.is_floating_point() else value
         return model(passed.pop("inputs"), **passed)
 

@@ -41,6 +41,8 @@ _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text
 Facts = Mapping[str, Any]
 """What the data say of themselves: vocab_size, seq_len, num_classes, …"""
 POSITIONS = "position_ids"
+ROW_POSITIONS = "row_positions"
+"""Positions of whole rows, where a rank has a part of each."""
 PACKED = "packed"
 """The fact of data whose samples hold several documents, with position_ids."""
 WHOLE_ROWS = "--data.args.rows document"

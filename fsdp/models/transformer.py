@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fsdp.base.torch_private import ConvertedModule, module_hooks
-from fsdp.models.attention import Rows, attend
+from fsdp.models.attention import Rows
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.registry import BuiltIn, check_multiple
 from fsdp.models.units import LARGE_LAYER
@@ -118,8 +118,6 @@ def products(x: Tensor, *layers: nn.Linear, apart: int = 0) -> tuple[Tensor, ...
 
 
 class Attention(nn.Module):
-    core = staticmethod(attend)
-
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
@@ -133,7 +131,7 @@ class Attention(nn.Module):
         q, k, v = products(x, self.q, self.k, self.v, apart=1)  # v is kept, q and k are rotated first
         q, k, v = rotary.turn(self._split(q)), rotary.turn(self._split(k)), self._split(v)
         if rows is not None:
-            y = self.core(q, k, v, rows)
+            y = rows.attend(q, k, v)
         else:
             grouped = q.shape[1] != k.shape[1]
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -366,7 +366,19 @@ def loader(parts: RunParts) -> Loader:
         device=env.device,
         source_of=None if job.data.sources is None else job.data.sources.of_train,
         about=lambda step: (stream_key(seed, step + 1, stream) % 2**63, job.epoch_at(step + 1)),
+        cut=maybe_cut(parts),
     )
+
+
+def maybe_cut(parts: RunParts) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """What takes a context rank's part of each row."""
+    job, function = parts.job, parts.loss_function
+    if job.sizes.context == 1:
+        return None
+    from fsdp.shard.context import cut_rows
+
+    sizes = {"contexts": job.sizes.context, "context": job.place.context}
+    return lambda data: cut_rows(data, **sizes, shifts=function.shifts(data))
 
 
 # ---------------------------------------------------------------- stop requests, records

@@ -16,7 +16,7 @@ from fsdp.data import heldout_batches
 from fsdp.data.types import Batch
 from fsdp.distributed.collectives import ranks, sum_over_ranks
 from fsdp.models.init import persistent
-from fsdp.run.build import RunParts
+from fsdp.run.build import RunParts, maybe_cut
 from fsdp.run.step import sums_by_source
 
 
@@ -81,6 +81,7 @@ def _measured(parts: RunParts, asked_to_stop: Callable[[], str | None]) -> Evalu
         pin=device.type == "cuda",
         device=device,
         source_of=None if data.sources is None else data.sources.of_heldout,
+        cut=maybe_cut(parts),
     )
     # losses, right answers, weights on the device, then each source's loss and weight
     sums, counted, stopped = torch.zeros(3 + 2 * len(labels), dtype=torch.float64, device=device), 0, None

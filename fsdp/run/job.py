@@ -113,7 +113,7 @@ def prepare(
     batch = plan_batch(config.train, sizes.data)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
-    check_float8_tokens(config.speed, batch.micro_batch, data.info.tokens_per_sample)
+    check_float8_tokens(config.speed, batch.micro_batch, -(-data.info.tokens_per_sample // sizes.context))
     _check_intervals(config, data)
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
@@ -263,10 +263,15 @@ def trained_model(config: Config, job: Job) -> nn.Module:
         from fsdp.shard.expert import dispatch_of
 
         dispatch_of(model, job.sizes)
-    if job.data.info.facts.get(PACKED) and "transformers" in sys.modules:
+    if job.sizes.context > 1:
+        from fsdp.shard.context import apply_context
+
+        apply_context(model, job.spec.name, job.sizes, job.dtypes.param)
+    elif job.data.info.facts.get(PACKED) and "transformers" in sys.modules:
         from fsdp.models.hf import attend_documents
 
-        attend_documents(model, job.dtypes.param)
+        if fault := attend_documents(model, job.dtypes.param):
+            log.info("packed rows: %s keeps transformers' attention and mask: %s", job.spec.name, fault)
     # autocast leaves the operands of grouped products in the master's dtype
     if job.sizes.strategy == "ddp" and "transformers" in sys.modules:
         from fsdp.models.hf import select_experts_kernel

@@ -140,15 +140,19 @@ class TrainingLoop(RunParts):
             self._save(self.stopped or "the end", wait=True)
 
     def _check_packed_rows(self) -> None:
-        """Whether attention stays within the documents of packed rows: two forwards of one or two samples,
-        the same on every rank. Collective. Not with float8: its scales depend on every token.
+        """Whether attention stays within the documents of packed rows, and tokens meet in attention alone
+        where rows are divided: forwards of one or two samples, the same on each rank. Collective. Not with
+        float8:
+        its scales depend on every token.
         """
         info, name, sharded = self.job.data.info, self.job.spec.name, self.sharded
-        if not info.facts.get(PACKED):
+        packed, divided = bool(info.facts.get(PACKED)), self.job.sizes.context > 1
+        if not packed and not divided:
             return
         from fsdp.models.attention import check_chunks, check_documents_apart
 
-        check_chunks(sharded.root, name, info.tokens_per_sample)
+        if packed:
+            check_chunks(sharded.root, name, info.tokens_per_sample)
         if self.config.speed.float8 != "off":
             return
         rows = self.job.cursor.indices(self.state.step)[: min(2, self.job.batch.micro_batch)]
@@ -157,8 +161,17 @@ class TrainingLoop(RunParts):
         def logits_of(tokens: Tensor, positions: Tensor) -> Tensor | None:
             return read_output(sharded.called(tokens, **{POSITIONS: positions})).logits
 
+        whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         with sharded.evaluating():
-            check_documents_apart(logits_of, data["inputs"].to(sharded.device), sharded.root, name)
+            tokens = data["inputs"].to(sharded.device)
+            if divided:
+                from fsdp.shard.context import MOST_CHECKED, check_context, undivided
+
+                check_context(logits_of, tokens, sharded.root)
+                tokens, whole = tokens[:, :MOST_CHECKED], undivided(sharded.root)
+            with whole:
+                if packed:
+                    check_documents_apart(logits_of, tokens, sharded.root, name)
 
     def _one_step(self) -> None:
         state, step = self.state, self.state.step + 1

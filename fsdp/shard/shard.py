@@ -282,6 +282,9 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         for view in mesh_views(job.sizes)
         if view != "weights"
     }
+    if "context" in views:
+        rows: Any = model.document_rows
+        rows.group = views["context"].get_group("context")
     _apply_dtypes(model, job.dtypes)
     tensor: TensorGradients | None = None
     if job.sizes.tensor > 1:
