@@ -85,6 +85,10 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
     name = getattr(builder, "__name__", "model")
     spec = ModelSpec(name=name, build=built, sizes={}, knows_inits=False)
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
+    for axis in ("context", "tensor", "expert"):
+        if getattr(sizes, axis) > 1:
+            fault = f"--mesh.{axis} {getattr(sizes, axis)}: a loop of one's own has data ranks alone."
+            raise ConfigError(fault, f"--mesh.{axis} 1")
     sharding = replace(sharding_of(config, sizes, env.device), averages=True)
     dtypes = sharding.dtypes
     if sharding.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's

@@ -142,8 +142,7 @@ class TrainingLoop(RunParts):
     def _check_packed_rows(self) -> None:
         """Whether attention stays within the documents of packed rows, and tokens meet in attention alone
         where rows are divided: forwards of one or two samples, the same on each rank. Collective. Not with
-        float8:
-        its scales depend on every token.
+        float8: its scales depend on every token.
         """
         info, name, sharded = self.job.data.info, self.job.spec.name, self.sharded
         packed, divided = bool(info.facts.get(PACKED)), self.job.sizes.context > 1
@@ -167,7 +166,7 @@ class TrainingLoop(RunParts):
             if divided:
                 from fsdp.shard.context import MOST_CHECKED, check_context, undivided
 
-                check_context(logits_of, tokens, sharded.root)
+                check_context(logits_of, tokens, sharded.root, name)
                 tokens, whole = tokens[:, :MOST_CHECKED], undivided(sharded.root)
             with whole:
                 if packed:

@@ -9,6 +9,7 @@ offload.
     offload       activations and optimizer states in host memory
     nvme          optimizer states, parameters and gradients in files
     tensor        layers divided over tensor ranks
+    context       rows of tokens divided over ranks (Ulysses)
     compute       compilation, float8, attention's kernel; the user's communication; whole parameters
     checks        the device's support, initial values, the first forward, errors of a forward
 """

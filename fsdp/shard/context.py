@@ -146,7 +146,7 @@ def undivided(model: Any, *, mixes: bool = True) -> Iterator[None]:
 
 
 def check_context(
-    logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module
+    logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module, name: str
 ) -> None:
     """Checks that without attention the logits of either half of a row keep their bits when the tokens of the
     other change: what mixes tokens beside attention, as convolutions, state spaces and pooling do, would see
@@ -159,7 +159,8 @@ def check_context(
         for kept in (slice(half, None), slice(half)):
             if difference := differing_logits(logits_of, tokens, positions, kept, model):
                 raise ConfigError(
-                    f"--mesh.context: {type(model).__name__} mixes the tokens of a row beside attention: "
-                    f"without it logits of one half change by {difference:.3g} with the tokens of the other.",
+                    f"--mesh.context cannot divide rows of --model.name {name}: it mixes tokens beside "
+                    f"attention; without it logits of one half change by {difference:.3g} with the other's "
+                    "tokens.",
                     ALONE,
                 )

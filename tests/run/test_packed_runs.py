@@ -175,14 +175,19 @@ SAMPLE = [("llama", "texts", 3), ("transformer", "pairs", 3)]
 def test_packed_is_as_each_document_alone(
     model: str, kind: str, ranks: int, tmp_path: Path, own_cache: Path
 ) -> None:
-    """One step on all rows. The micro-batches of 3 ranks have padding."""
+    """The micro-batches of 3 ranks have padding."""
+    check_one_step(model, kind, ranks, tmp_path, own_cache)
+
+
+def check_one_step(model: str, kind: str, ranks: int, tmp_path: Path, own_cache: Path, *more: str) -> None:
+    """On all rows, against the plain loop."""
     path = write(kind, tmp_path)
     loss, gradients, before = plain(model, kind)
     made = ["--train.steps", "1", *MODELS[model]]
     train(1, tmp_path / "plan", path, own_cache, *made, "--train.global_batch", "1")
     start = json.loads((tmp_path / "plan/history.jsonl").read_text().splitlines()[0])
     rows = int(start["data"]["samples"])
-    train(ranks, tmp_path / "run", path, own_cache, *made, "--train.global_batch", str(rows))
+    train(ranks, tmp_path / "run", path, own_cache, *made, "--train.global_batch", str(rows), *more)
     done = finished(tmp_path / "run")
     assert rows < 0.7 * len(documents(kind))
     assert done.records[0]["loss"] == pytest.approx(loss, rel=1e-12)

@@ -1,0 +1,106 @@
+"""Rows divided over context ranks against whole rows: packed ones against a loop that takes each document
+alone, others against one process; and the models that are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.base.torch_private import prepare_torchvision
+from fsdp.models.registry import IGNORED, POSITIONS, ROW_POSITIONS
+from fsdp.shard.context import cut_rows
+from tests.models import small_hf
+from tests.run import test_packed_runs as packed
+from tests.support.data_cache import own_cache as own_cache
+from tests.support.marks import quick_are
+from tests.support.runs import failures, run
+
+TOKENS = "--data.name synthetic --data.args.kind tokens --data.args.vocab_size 32 --data.seq_len 15"
+EXACT = f"{TOKENS} --precision.master fp64 --train.global_batch 8 --train.steps 3 --optim.lr 1e-2"
+BUILT_IN = "--model.name transformer --model.args.width 32 --model.args.heads 4 --model.args.kv_heads 2"
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2"
+
+QUICK = [("transformer", "texts", 2, "")]
+ALL = [*QUICK, ("llama", "pairs", 4, HSDP), ("mistral", "texts", 4, "--train.micro_batch 3")]
+
+
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("model", "kind", "ranks", "more"), quick_are(QUICK, ALL, [ALL[2]]))
+def test_packed_rows_in_parts_are_as_each_document_alone(
+    model: str, kind: str, ranks: int, more: str, tmp_path: Path, own_cache: Path
+) -> None:
+    divided = ["--mesh.context", "2", *more.split()]
+    packed.check_one_step(model, kind, ranks, tmp_path, own_cache, *divided)
+
+
+ROWS = [
+    (2, "--mesh.context 2"),
+    (4, "--mesh.context 4 --train.micro_batch 4 --memory.activation_checkpointing full"),
+    (4, "--mesh.context 2 --train.micro_batch 2 --optim.ema 0.9"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), quick_are(ROWS[:1], ROWS, ROWS[1:2]))
+def test_rows_of_an_odd_length_are_as_in_one_process(ranks: int, flags: str, tmp_path: Path) -> None:
+    """15 positions, which no axis divides; two heads of keys for four ranks; evaluated by the same ranks."""
+    more = "--optim.ema 0.9" if "ema" in flags else ""
+    one = run(1, tmp_path / "one", BUILT_IN, EXACT, more)
+    parts = run(ranks, tmp_path / "parts", BUILT_IN, EXACT, flags)
+    for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_ema_loss", "tokens"):
+        theirs = [record[name] for record in one.records if name in record]
+        assert [record[name] for record in parts.records if name in record] == pytest.approx(
+            theirs, rel=1e-12
+        )
+    for name, value in one.parameters.items():
+        assert torch.allclose(parts.parameters[name], value, rtol=0, atol=1e-10), name
+
+
+def test_labels_are_shifted_before_a_row_is_cut() -> None:
+    data = {"inputs": torch.arange(7).view(1, 7), "labels": torch.arange(10, 17).view(1, 7)}
+    parts = [cut_rows(data, contexts=2, context=at, shifts=True) for at in range(2)]
+    assert [part["inputs"][0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 0]]
+    wanted = [[11, 12, 13, 14], [15, 16, IGNORED, IGNORED]]
+    assert [part["targets"][0].tolist() for part in parts] == wanted
+    assert [part[POSITIONS][0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 0]]
+    assert all(part[ROW_POSITIONS][0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0] for part in parts)
+
+
+def lfm2() -> nn.Module:
+    """Its short convolutions mix tokens; in a random model by less than rounding in fp32."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    prepare_torchvision()
+    sizes = {**small_hf.SIZES, "vocab_size": 32, "num_key_value_heads": 2}
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"], use_cache=False))
+
+
+def gemma2() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    prepare_torchvision()
+    sizes = {**small_hf.SIZES, "vocab_size": 32, "num_key_value_heads": 2}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=12, use_cache=False))
+
+
+REFUSED = [
+    (f"{BUILT_IN} {TOKENS} --mesh.context 3", 3, "--mesh.context 3 does not divide the 4 query heads", "2"),
+    (f"--model.name tests.shard.test_context:lfm2 {TOKENS}", 2, "it mixes tokens beside attention", "1"),
+    (f"--model.name tests.shard.test_context:gemma2 {TOKENS}", 2, "it has softcap", "1"),
+    ("--model.name mlp", 2, "it is neither the built-in transformer nor a model of transformers", "1"),
+]
+
+
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("flags", "ranks", "said", "fits"), REFUSED)
+def test_what_cannot_be_divided_is_refused(
+    flags: str, ranks: int, said: str, fits: str, tmp_path: Path
+) -> None:
+    asked = "" if "--mesh.context" in flags else "--mesh.context 2"
+    for one in failures(ranks, tmp_path / "run", flags, asked, "--train.global_batch 4 --train.steps 1"):
+        assert one is not None
+        assert said in one
+        assert one.endswith(f"HINT: --mesh.context {fits}")
