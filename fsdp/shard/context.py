@@ -129,6 +129,11 @@ def apply_context(model: Any, name: str, sizes: MeshSizes, computed: torch.dtype
     model.document_rows = rows
 
 
+def bind(model: Any, group: dist.ProcessGroup) -> None:
+    """The ranks that exchange, once there are groups."""
+    model.document_rows.group = group
+
+
 def _divides(contexts: int, queries: int, keys: int) -> bool:
     return queries % contexts == 0 and (keys % contexts == 0 or contexts % keys == 0)
 

@@ -283,8 +283,9 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         if view != "weights"
     }
     if "context" in views:
-        rows: Any = model.document_rows
-        rows.group = views["context"].get_group("context")
+        from fsdp.shard.context import bind
+
+        bind(model, views["context"].get_group("context"))
     _apply_dtypes(model, job.dtypes)
     tensor: TensorGradients | None = None
     if job.sizes.tensor > 1:
