@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.autograd.function import once_differentiable
 
 from fsdp.base.errors import ConfigError
 from fsdp.distributed.mesh import MeshSizes
@@ -86,12 +86,29 @@ class ContextRows(Rows):
         return _exchanged([y], 2, 1, self.group)[0]
 
 
+class _Exchange(torch.autograd.Function):
+    """A row to each rank, and one from each."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.group, arrived = group, torch.empty_like(sent, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(arrived, sent.contiguous(), group=group)
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        arrived = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(arrived, gradient.contiguous(), group=ctx.group)
+        return arrived, None
+
+
 def _exchanged(parts: list[Tensor], given: int, received: int, group: dist.ProcessGroup) -> list[Tensor]:
     """Divides dim `given` over the ranks and joins what they send along dim `received`, in one exchange."""
     size = group.size()
     stacks = [torch.stack(part.chunk(size, given)) for part in parts]
     sent = torch.cat([stack.flatten(1) for stack in stacks], 1)
-    arrived = all_to_all_single_autograd(sent, [1] * size, [1] * size, group)
+    arrived: Tensor = _Exchange.apply(sent, group)
     of_parts = arrived.split([stack[0].numel() for stack in stacks], 1)
     shaped = (one.view(stack.shape) for one, stack in zip(of_parts, stacks, strict=True))
     return [torch.cat([*one], received) for one in shaped]
