@@ -20,6 +20,7 @@ from fsdp.checkpoint import Checkpointer
 from fsdp.data.types import Batch, DataInfo, StepBatch
 from fsdp.distributed.collectives import Sum, call_after_backward
 from fsdp.models.loss import LABELS, LossFunction, LossParts
+from fsdp.models.registry import ROW_POSITIONS
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import LR_RATIO
@@ -230,7 +231,8 @@ class BatchTotals(Totals):
             self.factor = self._factor
         data = batch.micro[0].data
         classes = bool(info.class_names) and all(data[name].dim() < 2 for name in LABELS if name in data)
-        if not loss_function.shifts(data) and (classes or not info.masks_targets):
+        divided = ROW_POSITIONS in data  # labels became targets, of which a row has one less
+        if not divided and not loss_function.shifts(data) and (classes or not info.masks_targets):
             self._summed: Sum | None = None
             self.tokens = batch.samples * info.tokens_per_sample
             """The global batch's unmasked tokens, after the first `weight`."""

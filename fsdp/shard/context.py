@@ -122,11 +122,13 @@ def apply_context(model: Any, name: str, sizes: MeshSizes, computed: torch.dtype
         model.register_forward_pre_hook(functools.partial(read_rows, rows, "rows"), with_kwargs=True)
         heads.add((model.sizes.heads, model.sizes.kv_heads))
     elif hasattr(model, "set_attn_implementation"):
-        from fsdp.models.hf import attend_documents
+        from fsdp.models.hf import attend_documents, maybe_entropy
 
         fault = attend_documents(model, computed, ContextRows)
         if POSITIONS not in inspect.signature(model.forward).parameters:
             fault = f"its forward has no parameter {POSITIONS}"
+        elif maybe_entropy(model) is None:
+            fault = "its loss is no cross entropy of each token"
         elif getattr(text_config(model), "output_router_logits", False):
             fault = "its router's loss is of whole rows (output_router_logits)"
         rows = getattr(model, "document_rows", None)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.registry import IGNORED, POSITIONS, ROW_POSITIONS
@@ -19,8 +20,8 @@ from tests.support.data_cache import own_cache as own_cache
 from tests.support.marks import quick_are
 from tests.support.runs import failures, run
 
-TOKENS = "--data.name synthetic --data.args.kind tokens --data.args.vocab_size 32 --data.seq_len 15"
-EXACT = f"{TOKENS} --precision.master fp64 --train.global_batch 8 --train.steps 3 --optim.lr 1e-2"
+STEPS = "--precision.master fp64 --train.global_batch 8 --train.steps 3 --optim.lr 1e-2"
+TOKENS = f"{STEPS} --data.name synthetic --data.args.kind tokens --data.args.vocab_size 32 --data.seq_len 15"
 BUILT_IN = "--model.name transformer --model.args.width 32 --model.args.heads 4 --model.args.kv_heads 2"
 HSDP = "--mesh.strategy hsdp --mesh.replicate 2"
 
@@ -37,19 +38,42 @@ def test_packed_rows_in_parts_are_as_each_document_alone(
     packed.check_one_step(model, kind, ranks, tmp_path, own_cache, *divided)
 
 
+class Labelled(Dataset[dict[str, Tensor]]):
+    """Rows as models of transformers get them: labels are the tokens, which the model shifts."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 32, (15,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def labelled() -> tuple[Labelled, Labelled]:
+    return Labelled(), Labelled()
+
+
+HF = f"--model.name tests.run.test_packed_runs:llama --data.name tests.shard.test_context:labelled {STEPS}"
 ROWS = [
-    (2, "--mesh.context 2"),
-    (4, "--mesh.context 4 --train.micro_batch 4 --memory.activation_checkpointing full"),
-    (4, "--mesh.context 2 --train.micro_batch 2 --optim.ema 0.9"),
+    (2, f"{BUILT_IN} {TOKENS}", "--mesh.context 2"),
+    (
+        4,
+        f"{BUILT_IN} {TOKENS}",
+        "--mesh.context 4 --train.micro_batch 4 --memory.activation_checkpointing full",
+    ),
+    (4, f"{BUILT_IN} {TOKENS} --optim.ema 0.9", "--mesh.context 2 --train.micro_batch 2"),
+    (2, HF, "--mesh.context 2 --train.micro_batch 4"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), quick_are(ROWS[:1], ROWS, ROWS[1:2]))
-def test_rows_of_an_odd_length_are_as_in_one_process(ranks: int, flags: str, tmp_path: Path) -> None:
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("ranks", "whole", "divided"), quick_are(ROWS[:1], ROWS, ROWS[1:2]))
+def test_rows_of_an_odd_length_are_as_in_one_process(
+    ranks: int, whole: str, divided: str, tmp_path: Path
+) -> None:
     """15 positions, which no axis divides; two heads of keys for four ranks; evaluated by the same ranks."""
-    more = "--optim.ema 0.9" if "ema" in flags else ""
-    one = run(1, tmp_path / "one", BUILT_IN, EXACT, more)
-    parts = run(ranks, tmp_path / "parts", BUILT_IN, EXACT, flags)
+    one = run(1, tmp_path / "one", whole)
+    parts = run(ranks, tmp_path / "parts", whole, divided)
     for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_ema_loss", "tokens"):
         theirs = [record[name] for record in one.records if name in record]
         assert [record[name] for record in parts.records if name in record] == pytest.approx(
