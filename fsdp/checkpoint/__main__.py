@@ -130,9 +130,11 @@ def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing
 def _list(store: Store, options: argparse.Namespace) -> int:
     """Prints a line for each checkpoint, the newest first, then those set aside; returns the exit code."""
     reads, wrong = options.command == "verify", False
-    row = "{:>10}  {:>9}  {:>10}  {:<12}  {:>5}  {}"
+    listings = _chosen(store, options)
+    width = max([12, *(len(_facts(listing.manifest)[2]) for listing in listings)])
+    row = f"{{:>10}}  {{:>9}}  {{:>10}}  {{:<{width}}}  {{:>5}}  {{}}"
     print(row.format("step", "age", "size", "mesh", "ranks", "state"))
-    for listing in _chosen(store, options):
+    for listing in listings:
         reason = why_not_whole(store, listing, reads)
         wrong |= reason is not None
         state = reason or ("verified" if reads else "sealed, sizes match; verify reads every byte")

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,9 +206,7 @@ class Checkpointer:
             attempt=self._attempt,
             created=0.0,
             torch=torch.__version__,
-            strategy=sizes.strategy,
-            replicate=sizes.replicate,
-            shard=sizes.shard,
+            **asdict(sizes),
             ranks=sizes.ranks,
             config=self._config,
             reason=reason,

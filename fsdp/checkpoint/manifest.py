@@ -21,7 +21,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 from zlib import crc32
 
@@ -31,6 +31,7 @@ from fsdp.base import proc
 from fsdp.base.errors import CheckpointError, ShardrunError
 from fsdp.base.text import checked_count, checked_text
 from fsdp.base.torch_private import DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLACE, DCP_UNREAD
+from fsdp.distributed.mesh import MeshSizes
 
 # ---------------------------------------------------------------- names
 
@@ -117,6 +118,9 @@ class Manifest:
     bytes: int = 0
     head: int = 1024
     """The bytes of a tensor's frame before its data."""
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
     base: Mapping[str, Any] = field(default_factory=dict)
     """In a checkpoint of adapters alone: the frozen weights under them."""
     optimizer: str = ""
@@ -126,7 +130,7 @@ class Manifest:
 
     @property
     def mesh(self) -> str:
-        return f"{self.strategy} {self.replicate}×{self.shard}"
+        return str(MeshSizes(**{one.name: getattr(self, one.name) for one in fields(MeshSizes)}))
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -13,7 +13,8 @@ loop in one process, which has a loss, clipping and optimizer of its own. For ea
 
 and prints the largest relative difference of each in a table. In fp64 rounding cannot hide a wrong reduction.
 A mesh that differs is followed by its largest differences, with both values. A mesh that the flags or the
-model do not allow is "not possible", with the reason. Exit code 0 if every possible mesh is within its
+model do not allow is "not possible", with the reason; of an axis (context, tensor, expert) that is one line.
+--mesh.context, --mesh.tensor or --mesh.expert N compares meshes of these sizes alone. Exit code 0 if every possible mesh is within its
 bounds, 1 if not, 2 for a wrong flag or if no mesh is possible.
 """
 
@@ -38,6 +39,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import Config, OptimSection
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_errors, whole_number
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.rundir.history import write_atomically
 from fsdp.watch.status_page import ProcessExit
 
@@ -60,6 +62,8 @@ ROUNDED_INSIDE, ROUNDED_CONFIGURED = 1e-5, 1e-2
 NO_GRADIENT, ROUNDED_NO_GRADIENT = 1e-12, 1e-5
 """Of the model's gradient norm, and of one with float32 inside: less is rounding, which Adam amplifies."""
 GROUP_TIMEOUT_S = 300.0
+AXES = ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 4), (4, 1, 1))
+"""Sizes of context, tensor and expert. Of an axis that a model cannot run, what follows is left out."""
 
 
 class Comparison(StrEnum):
@@ -74,19 +78,35 @@ class Comparison(StrEnum):
 class Row:
     """One mesh."""
 
-    strategy: str
-    replicate: int
-    shard: int
+    sizes: MeshSizes
     reshard: str
     micro_batches: int
 
+    @property
+    def axes(self) -> set[str]:
+        """Those beside replicate and shard."""
+        return {axis for axis in ("context", "tensor", "expert") if getattr(self.sizes, axis) > 1}
+
 
 def rows(ranks: int) -> list[Row]:
-    """The meshes of this many ranks, some with several micro-batches."""
+    """The meshes of data ranks alone, some with several micro-batches."""
     modes = (("true", 1), ("false", 2), ("step", 2), *([("2", 1)] if ranks % 2 == 0 and ranks > 2 else []))
-    fsdp = [Row("fsdp", 1, ranks, reshard, micro) for reshard, micro in modes]
-    ddp = [Row("ddp", ranks, 1, "true", micro) for micro in (1, 2) if ranks > 1]
-    return fsdp + ddp + [Row("hsdp", 2, ranks // 2, "true", micro) for micro in (1, 2) if ranks % 2 == 0]
+    fsdp = [Row(MeshSizes("fsdp", 1, ranks), reshard, micro) for reshard, micro in modes]
+    copies = [MeshSizes("ddp", ranks, 1)] if ranks > 1 else []
+    copies += [MeshSizes("hsdp", 2, ranks // 2)] if ranks % 2 == 0 else []
+    return fsdp + [Row(sizes, "true", micro) for sizes in copies for micro in (1, 2)]
+
+
+def axis_rows(ranks: int, asked: tuple[int, ...] = (1, 1, 1)) -> list[Row]:
+    """The meshes with context, tensor and expert ranks: of the sizes that are asked for, or those of AXES."""
+    known = [(c, t, e) for c, t, e in AXES if ranks % (c * t) == ranks % e == 0]
+    meshes = []
+    for context, tensor, expert in [asked] if max(asked) > 1 else known:
+        shard = max(1, ranks // (context * tensor))
+        meshes.append(MeshSizes("fsdp", 1, shard, context, tensor, expert))
+        if shard % 2 == 0 and ranks // 2 % expert == 0:
+            meshes.append(MeshSizes("hsdp", 2, shard // 2, context, tensor, expert))
+    return [Row(sizes, "true", micro) for sizes in meshes for micro in (1, 2)]
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,12 @@ class ParityOptions:
     ranks: int
     dtype: str
     steps: int
+
+    @functools.cached_property
+    def meshes(self) -> list[Row]:
+        mesh = configuration.load(self.words).mesh
+        asked = mesh.context, mesh.tensor, mesh.expert
+        return ([] if max(asked) > 1 else rows(self.ranks)) + axis_rows(self.ranks, asked)
 
     @functools.cached_property
     def plain(self) -> Config:
@@ -117,7 +143,7 @@ class ParityOptions:
             "precision.loss_scale": 256.0, "precision.reduce": "auto", "precision.param": self.dtype,
             "precision.master": "fp64" if self.dtype == "fp64" else "fp32",
             **({"precision.output": "auto"} if self.dtype == "fp64" else {}),
-            "mesh.strategy": row.strategy, "mesh.replicate": row.replicate, "mesh.shard": row.shard,
+            **{f"mesh.{name}": size for name, size in dataclasses.asdict(row.sizes).items()},
             "mesh.reshard_after_forward": row.reshard,
         }  # fmt: skip
         if training is not Comparison.CONFIGURED:
@@ -129,7 +155,7 @@ class ParityOptions:
             lr, clip, steps = (FAR, 0.0, 1) if training is Comparison.GRADIENT else (0.01 / CLIP, CLIP, 3)
             fixed |= {f"optim.{name}": value for name, value in sgd.items()} | {"optim.lr": lr}
             fixed |= {"train.clip_grad_norm": clip, "train.steps": steps}
-        samples = -(-configuration.load(self.words, fixed).train.global_batch // self.ranks)
+        samples = -(-configuration.load(self.words, fixed).train.global_batch // row.sizes.data)
         fixed["train.micro_batch"] = -(-samples // row.micro_batches)
         return configuration.load(self.words, fixed)
 
@@ -146,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.parse_with_run_flags(argv)
     asked = ParityOptions(flags, options.ranks, options.dtype, options.steps)
     assert asked.plain  # a wrong flag is an error before torch is loaded
-    return compare(asked, rows(asked.ranks))
+    return compare(asked, asked.meshes)
 
 
 def compare(options: ParityOptions, meshes: Sequence[Row]) -> int:
@@ -157,15 +183,19 @@ def compare(options: ParityOptions, meshes: Sequence[Row]) -> int:
     wanted, gpus = options.plain.run.device, torch.cuda.device_count()
     device = "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= options.ranks) else "cpu"
     job, judge, wrong, compared = job_of(options, torch.device(device)), None, 0, 0
-    print(f"{'mesh':<10} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} ", end="")
+    width = max([10, *(len(str(row.sizes)) for row in meshes)])
+    impossible = list[set[str]]()
+    print(f"{'mesh':<{width}} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} ", end="")
     print(" ".join(f"{training:<10}" for training in Comparison), "verdict", flush=True)
     for row in meshes:
-        reshard = "-" if row.strategy == "ddp" else row.reshard
-        mesh = f"{row.strategy} {row.replicate}×{row.shard}"
-        line = f"{mesh:<10} {reshard:<8} {row.micro_batches:<14} {options.dtype:<6}"
+        if any(axes <= row.axes for axes in impossible):
+            continue
+        reshard = "-" if row.sizes.strategy == "ddp" else row.reshard
+        line = f"{row.sizes!s:<{width}} {reshard:<8} {row.micro_batches:<14} {options.dtype:<6}"
         with tempfile.TemporaryDirectory(prefix="parity-") as folder:
             if reason := start_ranks(options, row, folder, device):
                 print(f"{line} not possible: {reason}", flush=True)
+                impossible += [row.axes] if row.axes else []
                 continue
             judge = judge or Judge(options, job, torch.device(device))
             differences = judge.differences(row, folder)
@@ -224,6 +254,8 @@ def start_ranks(options: ParityOptions, row: Row, folder: str, device: str) -> s
     """
     from torch import multiprocessing as mp
 
+    if row.axes and (reason := _refusal(options, row, device)):
+        return reason
     mp.set_forkserver_preload(["fsdp.run.loop"])  # torch is imported once for all meshes
     arguments = options, row, folder, device
     try:
@@ -234,6 +266,20 @@ def start_ranks(options: ParityOptions, row: Row, folder: str, device: str) -> s
             return reason.read_text()
         last = str(error).strip().splitlines()[-1]
         raise TrainingError(f"rank {error.error_index} failed: {last}.") from None
+    return ""
+
+
+def _refusal(options: ParityOptions, row: Row, device: str) -> str:
+    """Why the flags or the model do not allow a mesh, as far as it is known without ranks."""
+    import torch
+
+    from fsdp.run.job import prepare, trained_model
+
+    try:
+        config, here = options.config(row), torch.device(device)
+        trained_model(config, prepare(config, world_size=options.ranks, num_nodes=1, device=here))
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
@@ -294,7 +340,7 @@ class Judge:
 
         self._options, self._plain = options, PlainLoop(options.plain, job, device)
         self._trained = functools.cache(self._train)
-        gradients, rounds = self._trained(Comparison.GRADIENT, 1), self._plain.rounds
+        gradients, rounds = self._trained(Comparison.GRADIENT, 1, options.ranks), self._plain.rounds
         self.flat = without_gradient(gradients, ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT)
         adapts = options.dtype == "fp64" and options.plain.optim.name != "sgd"
         bound = ROUNDED_INSIDE if rounds else BOUNDS[options.dtype]
@@ -319,7 +365,8 @@ class Judge:
     def _of(self, training: Comparison, row: Row, run: Path) -> Iterator[ParityDifference]:
         import torch
 
-        bound, plain = self._bounds[training], self._trained(training, row.micro_batches)
+        bound = self._bounds[training]
+        plain = self._trained(training, row.micro_batches, row.sizes.data)
         parameters = torch.load(run / "full_model" / "full-model.pt", weights_only=True)
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for name, theirs, limit in (("loss", plain.losses, bound), ("grad_norm", plain.norms, 3 * bound)):
@@ -335,9 +382,9 @@ class Judge:
         quantity = "the gradient" if training is Comparison.GRADIENT else "the parameters"
         yield ParityDifference(training, f"{quantity}, {worst} most,", size, bound)
 
-    def _train(self, training: Comparison, micro_batches: int) -> TrainingRecord:
+    def _train(self, training: Comparison, micro_batches: int, data_ranks: int) -> TrainingRecord:
         config = self._options.config(rows(self._options.ranks)[0], "", training)
-        return self._plain.train(config, self._options.ranks, micro_batches)
+        return self._plain.train(config, data_ranks, micro_batches)
 
 
 def without_gradient(gradients: TrainingRecord, least: float) -> set[str]:

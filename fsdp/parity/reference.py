@@ -73,7 +73,7 @@ class PlainLoop:
         samples = self._job.data.train.batch(self._job.cursor.indices(step))
         return {name: value.to(self._device) for name, value in samples.items()}
 
-    def train(self, config: Config, ranks: int, accumulation: int) -> TrainingRecord:
+    def train(self, config: Config, data_ranks: int, accumulation: int) -> TrainingRecord:
         """The batch is split as on the ranks: a loss of the model's own depends on it."""
         self.model.load_state_dict(self._start)
         optimizers = build_optimizers(config.optim, self.model)
@@ -83,7 +83,7 @@ class PlainLoop:
         record = TrainingRecord(self._parameters(), {})
         for step in range(config.train.steps):
             batch = self._samples(step)
-            shares = np.array_split(np.arange(len(batch["inputs"])), ranks)
+            shares = np.array_split(np.arange(len(batch["inputs"])), data_ranks)
             pieces = [rows for share in shares for rows in np.array_split(share, accumulation) if len(rows)]
             self.model.zero_grad()
             record.losses.append(0.0)

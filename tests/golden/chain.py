@@ -8,7 +8,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,25 +111,27 @@ class Chain:
             return ForkedRanks(ranks, flags, self.folder / f"store-{self.starts}", log)
         return self._launchers.start(launcher, ranks, flags, self.run_dir, log, nodes=1 if self._local else 2)
 
-    def live(self) -> None:
+    def live(self, launcher: str = FORKED_RANKS, other: tuple[int, str] | None = None) -> None:
         """Runs to the end, without a kill."""
-        start = self.start()
+        start = self.start(launcher, other)
         codes = start.codes(TOO_LONG_S)
         start.kill_all()
         if any(codes) or None in codes:
             raise Violation(f"{self.run_dir}: a run without kills exited with {codes}; {self.folder / 'log'}")
 
-    def die_at(self, step: int) -> int:
+    def die_at(self, step: int, other: tuple[int, str] | None = None) -> int:
         """Starts, kills all ranks when this step is recorded; returns the last recorded step."""
-        start = self.start()
+        start = self.start(other=other)
         while self.reached() < step and not start.any_ended():
             time.sleep(LOOK_S)
         start.kill_all()
         return self.reached()
 
-    def die(self, dice: random.Random, launcher: str = FORKED_RANKS) -> Death | None:
+    def die(
+        self, dice: random.Random, launcher: str = FORKED_RANKS, moments: Mapping[str, int] = MOMENTS
+    ) -> Death | None:
         """Starts and kills the run at a random moment; None if it ended before that."""
-        moments = OBJECT_MOMENTS if self._objects and not self._local else MOMENTS
+        moments = OBJECT_MOMENTS if self._objects and not self._local else moments
         moment = dice.choices(list(moments), list(moments.values()))[0]
         start = self.start(launcher, dice.choice([None, *self.configuration.others]))
         try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.models.attention import check_documents_apart
 from fsdp.parity.__main__ import ParityOptions, Row, compare, difference_of, job_of, rows
 from fsdp.parity.reference import PlainLoop, TrainingRecord
@@ -65,14 +66,14 @@ def test_the_plain_loop_has_documents_apart(tmp_path: Path, own_cache: Path) -> 
     [
         # DDP reduces the gradient of every parameter, and one has none.
         pytest.param(
-            [Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)],
+            [Row(MeshSizes("ddp", 2, 1), "true", 1), Row(MeshSizes("fsdp", 1, 2), "true", 1)],
             ["--model.name", "tests.models.unusual:Unused"], 0, "extra.weight", "1 of 2 meshes are not",
             marks=pytest.mark.long,
         ),
-        ([Row("ddp", 2, 1, "true", 1), Row("hsdp", 2, 1, "true", 1)],
+        ([Row(MeshSizes("ddp", 2, 1), "true", 1), Row(MeshSizes("hsdp", 2, 1), "true", 1)],
          ["--mesh.unsharded", "head.weight"], 0, "--mesh.unsharded", "1 of 2 meshes are not"),
         # The plain loop had KeyError: 'targets'.
-        ([Row("fsdp", 1, 2, "true", 1)],
+        ([Row(MeshSizes("fsdp", 1, 2), "true", 1)],
          ["--data.name", "tests.models.unusual:numbers"], 2, "no targets", "no mesh was compared"),
     ],
     ids=["unused parameter", "refused flag", "logits without targets"],

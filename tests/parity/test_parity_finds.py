@@ -66,7 +66,7 @@ def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
             first = [d for d in apart if d.training is Comparison.GRADIENT]
             assert [d.size for d in first] == pytest.approx([1.0, 1.0]), row  # the norm, and the gradient
     if name in ONLY:
-        assert {row.strategy for row, apart in found.items() if apart} == ONLY[name]
+        assert {row.sizes.strategy for row, apart in found.items() if apart} == ONLY[name]
 
 
 @pytest.mark.parametrize("name", sample_are([], RIGHT))
