@@ -389,14 +389,15 @@ def _read(source: CheckpointSource, target: Piece) -> None:
                 )
             into.copy_(tensor[within])
             continue
-        # Rows of this program's chunk: into the tensor itself if its memory can take the bytes.
-        straight = into.is_cpu and into.is_contiguous() and into.dtype == saved.dtype
-        buffer = into if straight else torch.empty(into.shape, dtype=saved.dtype)
+        # Whole rows of this program's chunk: into the tensor itself if its memory can take the bytes.
+        rows = (*into.shape[:1], *chunk.sizes[1:])
+        straight = into.is_cpu and into.is_contiguous() and into.dtype == saved.dtype and into.shape == rows
+        buffer = into if straight else torch.empty(rows, dtype=saved.dtype)
         skipped = within[0].start * math.prod(chunk.sizes[1:]) * saved.dtype.itemsize if within else 0
         start = chunk.range.start + source.manifest.head + skipped
         source.store.read_into(source.folder, chunk.range.file, start, [as_bytes(buffer)])
         if not straight:
-            into.copy_(buffer)
+            into.copy_(buffer[(..., *within[1:])])
     if covered != math.prod(target.sizes):
         raise Broken("metadata", f"it does not cover {target.key}")
 

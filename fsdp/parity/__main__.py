@@ -14,8 +14,8 @@ loop in one process, which has a loss, clipping and optimizer of its own. For ea
 and prints the largest relative difference of each in a table. In fp64 rounding cannot hide a wrong reduction.
 A mesh that differs is followed by its largest differences, with both values. A mesh that the flags or the
 model do not allow is "not possible", with the reason; of an axis (context, tensor, expert) that is one line.
---mesh.context, --mesh.tensor or --mesh.expert N compares meshes of these sizes alone. Exit code 0 if every possible mesh is within its
-bounds, 1 if not, 2 for a wrong flag or if no mesh is possible.
+--mesh.context, --mesh.tensor or --mesh.expert N compares meshes of these sizes alone. Exit code 0 if every
+possible mesh is within its bounds, 1 if not, 2 for a wrong flag or if no mesh is possible.
 """
 
 # torch is imported within functions: a wrong flag is reported before torch is loaded.
@@ -254,8 +254,8 @@ def start_ranks(options: ParityOptions, row: Row, folder: str, device: str) -> s
     """
     from torch import multiprocessing as mp
 
-    if row.axes and (reason := _refusal(options, row, device)):
-        return reason
+    if row.axes and (refusal := _refusal(options, row, device)):
+        return refusal
     mp.set_forkserver_preload(["fsdp.run.loop"])  # torch is imported once for all meshes
     arguments = options, row, folder, device
     try:

@@ -4,9 +4,9 @@
     python -m tests.golden.layouts --launcher srun --part 3/25   one of them, as each CI run does
 
 With dropout (of a mixture: noise of its router) the killed run and one that is stopped at the same step have
-equal bits; at the same layout also with an uninterrupted run. Without it a run that goes to the other layout and
-back equals the uninterrupted one at shard 4 within 1e-9 in fp64: losses, norms and exported weights. Each step is
-there once. The pairs with expert ranks train a Mixtral.
+equal bits; at the same layout also with an uninterrupted run. Without it a run that goes to the other layout
+and back equals the uninterrupted one at shard 4 within 1e-9 in fp64: losses, norms and exported weights. Each
+step is there once. The pairs with expert ranks train a Mixtral. A difference leaves its folder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -31,16 +32,16 @@ from tests.models.exact_hf import build
 RANKS, STEPS = 4, 20
 LAYOUTS = {
     "shard 4": "--mesh.shard 4",
-    "2 × tensor 2": "--mesh.shard 2 --mesh.tensor 2",
-    "2 × context 2": "--mesh.shard 2 --mesh.context 2",
-    "2 × expert 2": "--mesh.shard 4 --mesh.expert 2",
-    "hsdp 2×2": HSDP,
+    "tensor 2": "--mesh.shard 2 --mesh.tensor 2",
+    "context 2": "--mesh.shard 2 --mesh.context 2",
+    "expert 2": "--mesh.shard 4 --mesh.expert 2",
+    "hsdp": HSDP,
 }
 PAIRS = [*itertools.product(LAYOUTS, LAYOUTS)]
 TRANSFORMER = f"{STORIES} {FP64} --model.args.heads 4 --model.args.dropout"
 MIXTRAL = (
-    f"--model.name hf:{{data}}/mixtral --data.name tests.models.exact_hf:rows --data.args.widens Mixtral {FP64}"
-    " --model.args.router_jitter_noise"
+    "--model.name hf:{data}/mixtral --data.name tests.models.exact_hf:rows --data.args.widens Mixtral"
+    f" {FP64} --model.args.router_jitter_noise"
 )
 
 
@@ -57,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(INPUTS)})
     failed, (nth, count) = 0, options.part
     print(f"seed {options.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="layouts-") as name, launchers([options.launcher]) as usable:
-        folder = Path(name).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="layouts-")).resolve()
+    with launchers([options.launcher]) as usable:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         write_data(folder / "data")
         build("Mixtral").save_pretrained(folder / "data/mixtral")  # type: ignore[operator]
@@ -74,7 +75,10 @@ def main(argv: Sequence[str]) -> int:
             failed += bool(text)
             took = time.monotonic() - began
             print(f"{'DIFFERS' if text else 'same':8}{first} → {second}, {took:.0f} s{text}", flush=True)
-    return 1 if failed else 0
+    if failed:
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 class Runs:

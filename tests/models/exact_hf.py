@@ -29,7 +29,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**MOE, "num_experts": 4},
     "DeepseekV3": {
         **MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+        "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 4, "v_head_dim": 8,
     },
 }  # fmt: skip
