@@ -397,7 +397,8 @@ def _read(source: CheckpointSource, target: Piece) -> None:
         start = chunk.range.start + source.manifest.head + skipped
         source.store.read_into(source.folder, chunk.range.file, start, [as_bytes(buffer)])
         if not straight:
-            into.copy_(buffer[..., *within[1:]])
+            columns: Any = (..., *within[1:])
+            into.copy_(buffer[columns])
     if covered != math.prod(target.sizes):
         raise Broken("metadata", f"it does not cover {target.key}")
 
