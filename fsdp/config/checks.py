@@ -226,6 +226,8 @@ ROWS: tuple[Row, ...] = (
           **_of("mesh.unsharded"), **_of("memory.cpu_offload"), **_of("memory.nvme"),
           **_of("comm.all_reduce_hook"), **_of("comm.all_gather"), **_of("comm.reduce_scatter"),
       })),
+    ("mesh.expert", "speed.float8", lambda c: c.mesh.expert > 1 and c.speed.float8 != "off",
+     "--speed.float8 off", ""),
     # torch regathers from fewer shards no weight that another axis divides
     *_beside("mesh.tensor", _changed("mesh.tensor"), "--mesh.tensor 1", {
         **_of("optim.name", "muon"), **_of("optim.state", "8bit"), **_of("lora.rank"), **_of("speed.float8"),

@@ -1,8 +1,8 @@
 """The parameters that Muon updates, by name and shape alone: the same ones however the model is wrapped.
 
 Keller Jordan's rule (github.com/KellerJordan/Muon): matrices of the body, without embeddings, head, norms and
-biases. The body is what repeats: a numbered module is in it if another number in its place has a matrix of
-the same name and shape.
+biases; experts, three-dimensional, are none. The body is what repeats: a numbered module is in it if another
+number in its place has a matrix of the same name and shape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ Place = tuple[str, str]
 
 def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
     """The trained matrices for Muon, in the model's order. `wanted`: patterns in place of the rule."""
-    named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    # Beside the matrices of stacked experts, those of two dims are a vector of each expert.
+    own = [[*module.parameters(recurse=False)] for module in model.modules()]
+    vectors = {p for some in own if any(p.dim() == 3 for p in some) for p in some if p.dim() == 2}
+    everything = model.named_parameters(remove_duplicate=False)
+    named = {clean_name(name): p for name, p in everything if p not in vectors}
     if wanted:
         trained = [name for name, p in named.items() if p.requires_grad and p.dim() == 2]
         names = matching(patterns(wanted), trained, FLAG, "trained matrix")

@@ -32,6 +32,7 @@ CHARTS: tuple[ChartSpec, ...] = (
     ("MFU", "%", (("mfu", "of the device's peak"),)),
     ("Gradient norm", "", (("grad_norm", "norm"),)),
     ("Learning rate", "", (("lr", "rate"),)),
+    ("Tokens of the busiest expert", "times the mean", (("expert_load", "largest of all layers"),)),
     ("Peak memory", "GiB", (("max_mem_gib", "rank 0"),)),
 )
 NOT_CHARTED = {"samples", "tokens", "epoch"}

@@ -73,6 +73,10 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
         if value != "off":
             raise ConfigError(f"--{flag} {value} has no effect in a loop of your own.", f"leave --{flag} out")
 
+    if config.mesh.expert > 1:
+        fault = f"--mesh.expert {config.mesh.expert}: a loop of your own averages gradients over its ranks."
+        raise ConfigError(f"{fault} Those of experts are sums over them.", "--mesh.expert 1")
+
     def built() -> nn.Module:
         model: object = builder()
         if isinstance(model, nn.Module):

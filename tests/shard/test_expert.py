@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import prepare_torchvision
-from tests.support.runs import Finished, run
+from fsdp.run.job import prepare, trained_model
+from tests.models.small_hf import Texts
+from tests.support.runs import Finished, failures, finished, run, settings
 
 pytestmark = pytest.mark.needs("transformers")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 31, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2, "vocab_size": 32, "num_experts_per_tok": 2,
 }  # fmt: skip
 SMALL = {"moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8}
 ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -67,6 +70,7 @@ def largest_difference(one: Finished, other: Finished) -> float:
         ("Qwen3Moe", 4, HSDP, 1),
         ("DeepseekV3", 4, "--mesh.expert 2", 2),
         ("GptOss", 4, "--mesh.expert 4", 1),
+        ("Qwen3Moe", 4, "--mesh.tensor 2 --mesh.expert 4", 1),
     ],
 )
 def test_experts_on_their_ranks_train_as_in_one_process(
@@ -77,3 +81,62 @@ def test_experts_on_their_ranks_train_as_in_one_process(
     one, other = run(1, tmp_path / "one", words), run(ranks, tmp_path / "other", words, shape)
     assert largest_difference(one, other) < 1e-10
     assert all(record["expert_load"] > 1 for record in other.records)
+
+
+class _OneToken(Texts):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": torch.full((9,), 7), "labels": self.tokens[index]}
+
+
+def one_token() -> Texts:
+    return _OneToken(50, "causal")
+
+
+def test_an_expert_rank_without_tokens(folders: Path, tmp_path: Path) -> None:
+    """Equal tokens select two experts of eight: most ranks have none to compute."""
+    data = "--data.name tests.shard.test_expert:one_token --train.micro_batch 1"
+    words = f"{FLAGS.replace('--data.args.kind causal', '')} {data} --model.name hf:{folders / 'Qwen3Moe'}"
+    one, other = run(1, tmp_path / "one", words), run(4, tmp_path / "other", words, "--mesh.expert 4")
+    assert largest_difference(one, other) < 1e-10
+    assert {(record["expert_load"], record["experts_idle"]) for record in other.records} == {(4, 12)}
+
+
+def test_resumes_at_the_same_and_at_other_shapes(folders: Path, tmp_path: Path) -> None:
+    words = f"{FLAGS} --model.name hf:{folders / 'Qwen3Moe'} --train.micro_batch 1 --optim.ema 0.9"
+    words = words.replace("--train.steps 3", "--train.steps 4")
+    dropping = f"{words} --model.args.attention_dropout 0.1 --mesh.expert 2"
+    whole = run(4, tmp_path / "whole", dropping)
+    assert failures(4, tmp_path / "same", dropping, "--train.stop_after 2") == [None] * 4
+    same = run(4, tmp_path / "same", dropping)
+    assert largest_difference(whole, same) == 0
+
+    plain, path = run(4, tmp_path / "plain", words), tmp_path / "other"
+    shapes = ((2, "--mesh.expert 2"), (4, ""), (4, HSDP), (4, "--mesh.expert 4"))
+    for stop, (ranks, shape) in enumerate(shapes, 1):
+        assert failures(ranks, path, words, shape, f"--train.stop_after {stop}") == [None] * ranks
+    assert largest_difference(plain, finished(path)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "fault", "hint"),
+    [
+        ("Llama", "", "has no plan of transformers that divides experts", "--mesh.expert 1"),
+        ("Mixtral", "--model.args.num_local_experts 6 --mesh.expert 4", "the 6 experts", "--mesh.expert 2"),
+        ("Mixtral", "--speed.float8 tensorwise", "speed.float8", "--speed.float8 off"),
+        ("Mixtral", "--mesh.reshard_after_forward 2", "reshard", "--mesh.reshard_after_forward true"),
+        ("Mixtral", "--lora.rank 2 --lora.targets *experts*", "matches no", "leave --lora.targets out"),
+        ("tests.models.unusual:Routed", "", "a module for each expert", "--mesh.expert 1"),
+    ],
+)
+def test_what_experts_cannot_be_divided_with(
+    folders: Path, model: str, flags: str, fault: str, hint: str
+) -> None:
+    name = model if ":" in model else f"hf:{folders / model}"
+
+    def refused() -> None:
+        config = settings(FLAGS, f"--mesh.expert 2 --model.name {name}", flags)
+        trained_model(config, prepare(config, world_size=4, num_nodes=1, device=None))
+
+    with pytest.raises(ConfigError, match=fault) as raised:
+        refused()
+    assert str(raised.value).endswith(f"HINT: {hint}")
