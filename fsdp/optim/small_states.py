@@ -2,7 +2,8 @@
 
 bf16 is rounded stochastically, by a number that follows from the step and the element's place in the whole
 parameter: a moment that changes by less than bf16 can represent still moves as far on average, and the bits
-are the same at any number of ranks and after any restart. bf16 parameters (--precision.master bf16) are
+are the same at any number of ranks and after any restart, but for weights whose columns tensor ranks divide.
+bf16 parameters (--precision.master bf16) are
 rounded the same way, by random bits of their own. 8 bits are an index into a table of 256 values (Dettmers'
 dynamic map, arXiv 2110.02861, as in bitsandbytes and torchao), times the largest of its block of 256; a block
 never crosses a row, so codes and scales are sharded as parameters are.
@@ -100,10 +101,13 @@ class SmallStateAdam(torch.optim.Optimizer):
         views = {name: _rowed(_local(value)) for name, value in tensors.items() if name != "step"}
         compiled = self._compiled and all(view.is_contiguous() for view in views.values())
         update = self._update_compiled if compiled else self._update_eager
+        box = box_of(parameter)
         word = mixed(count, self._places[parameter])
+        if not box.contiguous:  # tensor ranks have columns, of which each draws bits of its own
+            word = mixed(word, 1 + sum(box.offsets[1:]))
         for first, rows in _slices(views["parameter"], COMPILED_SLICE if compiled else SLICE):
             part = {name: view.narrow(0, first, rows) for name, view in views.items()}
-            start = (box_of(parameter).offsets[0] + first) * part["parameter"].shape[1:].numel()
+            start = (box.offsets[0] + first) * part["parameter"].shape[1:].numel()
             update(part, group, count, start, word)
 
     def _count(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> int:
@@ -255,7 +259,9 @@ def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """A DTensor sharded as the parameter is; only the shape of the rows may differ."""
     if not isinstance(parameter, DTensor):
         return local
-    shape = torch.Size((parameter.shape[0], *local.shape[1:])) if local.dim() else torch.Size()
+    shape = parameter.shape
+    if local.shape != local_tensor(parameter).shape:
+        shape = torch.Size((shape[0], *local.shape[1:]))
     return like_shard(parameter, local, shape)
 
 

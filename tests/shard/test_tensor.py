@@ -10,11 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.errors import TrainingError
 from fsdp.base.torch_private import prepare_torchvision
+from fsdp.config import WatchSection
+from fsdp.distributed.boxes import local_tensor
+from fsdp.distributed.env import DistEnv
 from fsdp.models.init import Constant, Init
 from fsdp.models.transformer import Transformer, TransformerSizes
+from fsdp.run import build
+from fsdp.run.job import prepare, trained_model
+from fsdp.shard.shard import Sharded
+from fsdp.shard.tensor import TensorGradients
+from fsdp.watch.replica_checks import ReplicaChecks
 from tests.support.marks import quick_are
-from tests.support.runs import Finished, run
+from tests.support.runs import Finished, failures, run, settings
+from tests.support.world import run_world
 
 DATA = (
     "--data.name synthetic --data.args.kind tokens --data.args.vocab_size 32 --data.seq_len 16 "
@@ -114,3 +124,81 @@ def test_trains_as_one_process(tmp_path: Path, name: str, shape: str) -> None:
     ranks, mesh = SHAPES[shape]
     expected = run(1, tmp_path / "one", DATA, MODELS[name])
     check_same(run(ranks, tmp_path / "run", DATA, MODELS[name], mesh), expected)
+
+
+SHARDED, DIVIDED = "--mesh.shard 2", "--mesh.tensor 2"
+CHANGES = [(DIVIDED, DIVIDED), (DIVIDED, SHARDED), (SHARDED, DIVIDED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    quick_are([(DIVIDED, DIVIDED)], [(DIVIDED, DIVIDED), (DIVIDED, SHARDED), (SHARDED, DIVIDED)]),
+)
+def test_a_stopped_run_resumes_at_any_shape(tmp_path: Path, before: str, after: str) -> None:
+    """With dropout at the same shape: to the bit."""
+    same = before == after
+    words = f"{DATA} {TIED} --model.args.dropout {0.1 if same else 0}"
+    expected = run(2, tmp_path / "whole", words, before)
+    stop = f"{words} {before} --train.stop_after 2"
+    assert failures(2, tmp_path / "run", stop) == [None, None]
+    check_same(run(2, tmp_path / "run", words, after), expected, 0.0 if same else 1e-9)
+
+
+REFUSED = [
+    ("apertus", "--mesh.tensor 2", "different gradients of model.layers.0.mlp.act_fn.alpha"),
+    ("dropping", "--mesh.tensor 2", "attention_dropout 0.1"),
+    ("mixtral", "--mesh.tensor 2", "experts.gate_up_proj as packed_colwise"),
+    ("gpt2", "--mesh.tensor 2", "GPT2LMHeadModel has no plan"),
+    ("llama", "--mesh.tensor 4", "does not divide model.layers.0.self_attn.k_proj.weight, 2 heads"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("name", "mesh", "fault"), quick_are(REFUSED[::4], REFUSED))
+def test_what_would_train_wrong_is_refused(tmp_path: Path, name: str, mesh: str, fault: str) -> None:
+    for error in failures(int(mesh[-1]), tmp_path, DATA, f"{HERE}:{name} {mesh}"):
+        assert error is not None
+        assert fault in error
+        assert "HINT: --mesh.tensor" in error or "HINT: --model.args.attention_dropout 0" in error
+
+
+def sharded(env: DistEnv, words: str) -> Sharded:
+    config = settings(words)
+    job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device, rank=env.rank)
+    made = build.sharded(config, env, job.sharding, trained_model(config, job))
+    build.real_weights(config, env, made, job.spec)
+    return made
+
+
+def gradients_of_ranks(env: DistEnv) -> tuple[list[float], int, bool]:
+    """Gradients of 1 on rank 0 and of 3 on rank 1, reduced; copies in which rank 1 has drifted; memory."""
+    made = sharded(env, f"{DATA} {TIED} --mesh.tensor 2 --watch.divergence 1 --mesh.strategy fsdp")
+    named = dict(made.root.named_parameters())
+    assert made.tensor is not None
+    made.tensor = TensorGradients(made.root, made.mesh.get_group("tensor"), frozenset({"norm.weight"}))
+    made.tensor._checked = True
+    for parameter in named.values():
+        parameter.grad = torch.full_like(parameter, 1.0 + 2 * env.rank)
+    made.tensor.reduce()
+    names = ("norm.weight", "blocks.0.ffn_norm.weight", "blocks.0.ffn.up.weight")
+    reduced = [float(local_tensor(named[name].grad).max()) for name in names]  # type: ignore[arg-type]
+    check = ReplicaChecks(WatchSection(divergence=1), made)
+    check.compare(1)
+    root: Any = made.root
+    tied = root.head.weight is root.embedding.weight
+    with torch.no_grad():
+        local_tensor(named["norm.weight"]).add_(env.rank)
+    held = sum(local_tensor(p).numel() for p in named.values())
+    with pytest.raises(TrainingError, match="replicas differ in 1 of"):
+        check.compare(2)
+    return reduced, held, tied
+
+
+def test_gradients_of_copies_are_averaged_or_summed_and_drift_is_found() -> None:
+    whole = 16_544
+    for rank, (reduced, held, tied) in enumerate(run_world(2, gradients_of_ranks)):
+        assert reduced == [4.0, 2.0, 1.0 + 2 * rank]
+        assert held == (whole + 5 * 32) / 2  # but for the norms
+        assert tied
