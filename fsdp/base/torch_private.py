@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import json
 import logging
@@ -311,6 +310,14 @@ def all_groups() -> list[dist.ProcessGroup]:
     of its last collective: the process hangs. A group that Python frees last releases the lock first.
     """
     return list(distributed_c10d._world.pg_map)
+
+
+def functional_collectives() -> ModuleType:
+    """torch's module of collectives without side effects, which DTensor and the axes' exchanges call. Its
+    `wait_tensor` waits for each of them, in forward and in backward. Without it a rank that waits in one is
+    taken for a rank that waits elsewhere.
+    """
+    return importlib.import_module("torch.distributed._functional_collectives")
 
 
 def init_fake_group(rank: int, ranks: int) -> None:

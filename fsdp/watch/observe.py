@@ -71,6 +71,8 @@ class Observation:
     step: int = 0
     begun: int = 0
     ended: int = 0
+    left_out: str = "none"
+    """The first collective that this step lacks where the step before had it."""
     op: str = "none"
     numel: int = 0
     activity: Activity = Activity.NONE

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import faulthandler
+import functools
 import itertools
 import json
 import logging
@@ -35,25 +36,28 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from fsdp.base import proc
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import LaunchError
 from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
-from fsdp.base.torch_private import flight_recorder_entries
+from fsdp.base.torch_private import flight_recorder_entries, functional_collectives
 from fsdp.config import WatchSection
 from fsdp.distributed import collectives
 from fsdp.distributed.env import DistEnv, address_towards, is_loopback, rendezvous_host
 from fsdp.distributed.stop import LAST_ACTS
 from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
-from fsdp.watch.status_page import StatusPage, failure_report, wake, write_torchrun_error_file
+from fsdp.watch.status_page import StatusPage, Writer, failure_report, wake, write_torchrun_error_file
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +90,7 @@ class Watch:
         self._start_monitor(page)
         writer = status_page.Writer(page.numbers)
         self.phase = writer.phase
-        self._patches.enter_context(status_page.counted_collectives(writer))
+        self._patches.enter_context(counted_collectives(writer))
         if self._env.device.type == "cuda":
             clock = status_page.DeviceClock(writer)
             self.phase = clock.phase
@@ -365,3 +369,92 @@ def _stack(frame: FrameType | None) -> list[list[Any]]:
     """
     frames = [frame for frame, _ in itertools.islice(traceback.walk_stack(frame), DEEPEST)]
     return [[frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name] for frame in frames]
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@contextlib.contextmanager
+def counted_collectives(writer: Writer) -> Iterator[None]:
+    """Counts the training thread's collectives, and the time inside.
+
+    torch.distributed's functions are wrapped: FSDP2, our own reductions and users' code call them as
+    attributes of the module, so one place sees them; DDP's buckets are reduced in C++ and are not seen. On
+    CPU the time inside is the time that a rank waits for others; on CUDA it is that of the call. Collectives
+    of another thread pass through uncounted: a save's have an order of their own, and on CUDA those of a
+    backward run in autograd's thread. There the flight recorder knows them.
+
+    Exchanges of the axes context, tensor and expert may be functional collectives, which return at once: one
+    of those is counted where it is waited for.
+    """
+    functional = functional_collectives()
+    outermost, counter = [True], [0]  # a call that is made of others counts once
+    last = [0.0]  # the functional collective that is waited for next
+    count = functools.partial(_counted, writer, outermost, counter)
+    wrapped: list[tuple[Any, str, Callable[..., Any]]] = []
+    for number, name in enumerate(status_page.OPS):
+        if call := getattr(dist, name, None):
+            wrapped.append((dist, name, count([float(number)], call)))
+        if call := getattr(functional, name, None):
+            wrapped.append((functional, name, _noted(last, float(number), call)))
+    wrapped.append((functional, "wait_tensor", count(last, functional.wait_tensor)))
+    with contextlib.ExitStack() as patches:
+        # who has imported a wrapped function by its name calls the original from then on
+        patches.callback(outermost.__setitem__, 0, False)
+        for module, name, call in wrapped:
+            patches.enter_context(mock.patch.object(module, name, call))
+        yield
+
+
+def _noted(last: list[float], number: float, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
+            last[0] = number
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _counted(
+    writer: Writer,
+    outermost: list[bool],
+    counter: list[int],
+    number: list[float],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    # All names are local to the closure: this runs in every collective of every step.
+    ident, training_thread, now, numbers = (
+        threading.get_ident,
+        threading.get_ident(),
+        status_page.clock,
+        writer.numbers,
+    )
+    begun_at, ended_at, op_at, numel_at = (
+        status_page.BEGUN,
+        status_page.ENDED,
+        status_page.OP,
+        status_page.NUMEL,
+    )
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not outermost[0] or ident() != training_thread:
+            return original(*args, **kwargs)
+        outermost[0] = False
+        counter[0] = count = counter[0] + 1
+        numbers[op_at] = number[0]
+        # of the first argument or the first tensor given by name; 0 for objects, whose size may differ
+        values = args[:1] or kwargs.values()
+        numbers[numel_at] = next((value.numel() for value in values if hasattr(value, "numel")), 0)
+        writer.follow(number[0])
+        numbers[begun_at] = count
+        began = now()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            writer.waited += now() - began
+            numbers[ended_at] = count
+            outermost[0] = True
+
+    return call

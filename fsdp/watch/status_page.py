@@ -28,7 +28,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import itertools
 import json
 import mmap
@@ -40,8 +39,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +57,11 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 PAGE, TEXT_AT = 1 << 18, 8192
 
 PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL = range(10)
-WAITED, STEPS, TEXT, STEP_S, CUDA, MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY = range(10, 19)
+WAITED, STEPS, TEXT, STEP_S, CUDA, MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY, LEFT_OUT = range(10, 20)
 """Indices of the numbers. MONITOR: the monitor's process id. PRINTED: 1 once the monitor has printed the
 failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
-background. TEXT: bytes of the text.
+background. TEXT: bytes of the text. LEFT_OUT: the first collective, as in OP, of which this step has another
+in place than the step before it; 0 as long as both are the same.
 """
 PROGRESS = (STATE, STEP, SINCE, BEGUN, ENDED)
 """A rank that makes progress changes one of them. SINCE tells two batches of one evaluation apart."""
@@ -133,6 +133,7 @@ def read(numbers: memoryview[float]) -> dict[str, Any]:
         "phase": PHASES[int(n[PHASE])],
         "begun": int(n[BEGUN]),
         "ended": int(n[ENDED]),
+        "left_out": OPS[int(n[LEFT_OUT])],
         "op": OPS[int(n[OP])],
         "numel": int(n[NUMEL]),
         "cuda": bool(n[CUDA]),
@@ -154,6 +155,8 @@ IN_STEP = tuple(name in ("data", "forward", "backward", "reduce", "optimizer") f
 """A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
 AFTER_STEPS = ("evaluate", "save")
 """No part of the time that a step takes: after a long evaluation a hang would be seen hours later."""
+IN_ORDER = tuple(name in ("forward", "backward", "reduce") for name in PHASES)
+"""Phases with the same collectives in each step."""
 ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
 """Phases that on CUDA are the device's: the host only queues them."""
 
@@ -167,6 +170,20 @@ class Writer:
         self._thread = threading.get_ident()
         self._phase, self._since, self._waited_at = 0, clock(), 0.0
         self._began = self._left = self._work = self._step_s = 0.0
+        self._order: list[float] = []
+        self._order_before: list[float] = []
+
+    def follow(self, op: float) -> None:
+        """Compares a step's next collective with that of the step before. Not on every rank: one that leaves
+        out an exchange moves on, and the others wait where nothing differs for them.
+        """
+        if not IN_ORDER[self._phase]:
+            return
+        at = len(self._order)
+        self._order.append(op)
+        before = self._order_before[at : at + 1]
+        if before and before != [op] and not self.numbers[LEFT_OUT]:
+            self.numbers[LEFT_OUT] = before[0]
 
     def phase(self, name: str, step: int) -> None:
         n, now, waited, last = self.numbers, clock(), self.waited, self._phase
@@ -190,7 +207,8 @@ class Writer:
             n[STEPS] += 1
             # follows slow steps at once and forgets them slowly
             self._step_s = n[STEP_S] = max((self._left or now) - self._began, 0.95 * self._step_s)
-        n[STATE] = TRAINING
+        n[STATE], n[LEFT_OUT] = TRAINING, 0
+        self._order_before, self._order = self._order, []
         self._began, self._left, self._work = now, 0.0, 0.0
 
     def step_took(self, step: int, work: float) -> None:
@@ -202,58 +220,6 @@ class Writer:
     def activity(self, activity: Activity) -> None:
         """Called on the thread whose activity it is."""
         self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity
-
-
-@contextmanager
-def counted_collectives(writer: Writer) -> Iterator[None]:
-    """Counts the training thread's collectives, and the time inside.
-
-    torch.distributed's functions are wrapped: FSDP2, our own reductions and users' code call them as
-    attributes of the module, so one place sees them; DDP's buckets are reduced in C++ and are not seen. On
-    CPU the time inside is the time that a rank waits for others; on CUDA it is that of the call. Collectives
-    of another thread pass through uncounted: a save's have an order of their own, and on CUDA those of a
-    backward run in autograd's thread. There the flight recorder knows them.
-    """
-    import torch.distributed as dist
-
-    originals = {name: getattr(dist, name) for name in OPS if hasattr(dist, name)}
-    outermost, counter = [True], [0]  # a call that is made of others counts once
-    for name, original in originals.items():
-        setattr(dist, name, _counted(float(OPS.index(name)), original, writer, outermost, counter))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def _counted(
-    number: float, original: Callable[..., Any], writer: Writer, outermost: list[bool], counter: list[int]
-) -> Callable[..., Any]:
-    # All names are local to the closure: this runs in every collective of every step.
-    ident, training_thread, now, numbers = threading.get_ident, threading.get_ident(), clock, writer.numbers
-    begun_at, ended_at, op_at, numel_at = BEGUN, ENDED, OP, NUMEL
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not outermost[0] or ident() != training_thread:
-            return original(*args, **kwargs)
-        outermost[0] = False
-        counter[0] = count = counter[0] + 1
-        numbers[op_at] = number
-        # of the first argument or the first tensor given by name; 0 for objects, whose size may differ
-        values = args[:1] or kwargs.values()
-        numbers[numel_at] = next((value.numel() for value in values if hasattr(value, "numel")), 0)
-        numbers[begun_at] = count
-        began = now()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            writer.waited += now() - began
-            numbers[ended_at] = count
-            outermost[0] = True
-
-    return call
 
 
 MOST_OPEN = 64

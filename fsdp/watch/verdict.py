@@ -265,7 +265,24 @@ def _apart(case: _Case) -> Verdict | None:
     return _not_come(case, mute) if mute else _differing(case, together)
 
 
+WITHIN_LAYERS = {
+    "all_to_all_single": "an exchange of tokens over context or expert ranks (all_to_all_single)",
+    "all_reduce": "a sum over tensor ranks or replicas (all_reduce)",
+}
+
+
+def _changed(case: _Case, some: Sequence[Observation]) -> Verdict | None:
+    """Ranks whose step has other collectives than the one before, if that is not so of all."""
+    changed = [e for e in some if e.left_out != "none"]
+    if not changed or len(changed) == len(some):
+        return None
+    what, first = WITHIN_LAYERS.get(changed[0].left_out, changed[0].left_out), changed[0]
+    return _left_out(case, changed, what, first.place, "")
+
+
 def _differing(case: _Case, calling: Sequence[Observation]) -> Verdict | None:
+    if changed := _changed(case, calling):
+        return changed
     calls = Counter((e.place, e.op, e.numel) for e in calling).most_common()
     if len(calls) < 2:
         return None
@@ -289,13 +306,19 @@ def _odd(
     """These ranks are in another collective than the others, who are in this one."""
     first = odd[0]
     if first.place > place:
-        does = f"has left out {op} of step {place[0]}, {PHASES[place[1]]}, and is already in {first.op}"
-        return case.verdict("skipped", odd, does, others)
+        return _left_out(case, odd, op, place, others)
     if first.op != op:
         does = f"entered another collective, {first.op}, where the others entered {op}"
         return case.verdict("collective", odd, does, others)
     does = f"came to {op} with {first.numel} numbers, the others with {numel}"
     return case.verdict("shapes", odd, does, others)
+
+
+def _left_out(
+    case: _Case, some: Sequence[Observation], what: str, place: tuple[int, int], others: str
+) -> Verdict:
+    does = f"has left out {what} of step {place[0]}, {PHASES[place[1]]}, and is already in {some[0].op}"
+    return case.verdict("skipped", some, does, others)
 
 
 # ---------------------------------------------------------------- ranks that have not come
@@ -398,6 +421,8 @@ def _recorded(case: _Case) -> Verdict | None:
     stuck = _stuck_on_cuda(case)
     if stuck is None:
         return None
+    if changed := _changed(case, case.live):
+        return changed
     by_rank = {e.rank: e for e in case.live}
     call, others = stuck.call, f"{_wait(stuck.waiting)} in {stuck.call.shown}"
     absent = [by_rank[rank] for rank in stuck.absent]

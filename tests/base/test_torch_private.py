@@ -444,6 +444,18 @@ def test_all_groups_are_listed() -> None:
 
 
 @pytest.mark.long
+def test_functional_collectives_are_waited_for_by_one_attribute() -> None:
+    said = alone(
+        ONE_RANK
+        + "import torch\nmodule = private.functional_collectives()\nwait, waits = module.wait_tensor, []\n"
+        "module.wait_tensor = lambda tensor: waits.append(1) or wait(tensor)\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "module.all_to_all_single_autograd(x, [2], [2], dist.group.WORLD).sum().backward()\nprint(len(waits))"
+    )
+    holds(said == "2", "private.functional_collectives", f"{said} waits of a forward and a backward")
+
+
+@pytest.mark.long
 def test_the_fake_group_has_any_size() -> None:
     said = alone(
         "import torch\nprivate.init_fake_group(5, 4096)\nx = torch.ones(3)\ndist.all_reduce(x)\n"

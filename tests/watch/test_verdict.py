@@ -80,6 +80,7 @@ FAULT = "Fatal Python error: Segmentation fault\n"
             "blocked",
             "waits outside of any collective, 3.0 s by now: step 7, forward, at home/me/mine.py",
         ),
+        ({"left_out": "all_reduce"}, "skipped", "has left out a sum over tensor ranks or replicas (all_re"),
         ({"step": 8}, "skipped", "has left out all_gather_single of step 7, forward"),
         ({"op": "all_reduce"}, "collective", "all_reduce, where the others entered all_gather_single"),
         ({"numel": 65}, "shapes", "came to all_gather_single with 65 numbers, the others with 64"),
@@ -443,6 +444,13 @@ def test_groups_in_another_order() -> None:
     assert "rank 1 (n1) waits in allgather of 4,096 numbers (call 51 of second)" in verdict.what
     assert verdict.others == "rank 0 waits in allgather of 4,096 numbers (call 51 of first)"
     assert "another order" in verdict.hint
+    # its step has no exchange where the step before had one: so the other rank only waits
+    ranks[0] = replace(ranks[0], left_out="all_to_all_single", op="all_reduce")
+    verdict = judged(ranks, ranks=2)
+    assert (verdict.kind, verdict.ranks) == ("skipped", (0,))
+    assert "has left out an exchange of tokens over context or expert ranks (all_to_all_" in verdict.what
+    alike = [replace(one, left_out="all_to_all_single") for one in world(op="all_reduce")]
+    assert judged(alike).kind == "collective", "no rank's step is as the one before"
 
 
 # ---------------------------------------------------------------- whole runs
