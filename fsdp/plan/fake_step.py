@@ -335,6 +335,7 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
     in_place = mock.patch.dict(vars(F), stand_ins), mock.patch.dict(vars(attention), of_rows)
     with fake_world(ask.sizes, ask.rank) as mesh, in_place[0], in_place[1]:
         sharded = shard_model(model, sharding_of(plain, ask.sizes, CPU), mesh)
+        loss_function.vocabulary = sharded.vocabulary
         with fake_forward():  # the model comes from meta
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None

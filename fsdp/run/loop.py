@@ -86,6 +86,7 @@ def _set_up(loop: TrainingLoop, oom: OutOfMemoryHandler, parts: ExitStack) -> No
     facts, mfu = describe(config, job, model), build.maybe_mfu(loop, model)
     loop.loss_function = build.loss_function(loop, model)
     loop.sharded = build.sharded(config, env, job.sharding, model)
+    loop.loss_function.vocabulary = loop.sharded.vocabulary
     loop.files, loop.store = build.stores(loop)
     loop.checkpointer = build.checkpointer(loop)
     build.fill_weights(loop)

@@ -54,7 +54,7 @@ from fsdp.shard.compute import (
 
 if TYPE_CHECKING:
     from fsdp.shard.expert import ExpertModules
-    from fsdp.shard.tensor import TensorGradients
+    from fsdp.shard.tensor import DividedVocabulary, TensorGradients
 
 MOST_KEPT = 0.1
 """Of a device's memory, gathered parameters that auto keeps after forward."""
@@ -118,6 +118,8 @@ class Sharded:
     """The modules that are compiled."""
     tensor: TensorGradients | None = None
     """With --mesh.tensor."""
+    vocabulary: DividedVocabulary | None = None
+    """Where tensor ranks divide the logits."""
     experts: ExpertModules | None = None
     """With --mesh.expert."""
     reduced: bool = field(default=False, init=False)
@@ -288,10 +290,12 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         bind(model, views["context"].get_group("context"))
     _apply_dtypes(model, job.dtypes)
     tensor: TensorGradients | None = None
+    vocabulary: DividedVocabulary | None = None
     if job.sizes.tensor > 1:
         from fsdp.shard.tensor import TensorGradients, apply_plan
 
-        summed = apply_plan(model, mesh["tensor"], job.sizes)
+        reads_logits = bool(config.train.loss)
+        summed, vocabulary = apply_plan(model, mesh["tensor"], job.sizes, reads_logits=reads_logits)
         tensor = TensorGradients(model, mesh.get_group("tensor"), summed)
     experts: ExpertModules | None = None
     if job.sizes.expert > 1:
@@ -331,6 +335,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
         whole=frozenset(whole_parameters(model, config.mesh.unsharded)),
         compiled=compiled_modules,
         tensor=tensor,
+        vocabulary=vocabulary,
         experts=experts,
     )
     if sharded_by_fsdp:

@@ -14,6 +14,9 @@ micro-batch: wrong from the second one on, and not applied. The first step check
 plan says: some plans leave out a parameter that each rank applies to a part of its own, and train it wrong
 without an error.
 
+The logits of the output layer stay divided too, where the loss is their cross entropy: `DividedVocabulary`
+sums over the classes of all tensor ranks. A loss that reads logits itself gets whole ones.
+
 Not here: which part of a tensor a rank holds (fsdp/distributed/boxes.py), FSDP over what is left (shard.py).
 """
 
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -42,6 +46,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.distributed.boxes import local_tensor, whole_on_tensor
 from fsdp.distributed.collectives import all_gather_objects
 from fsdp.distributed.mesh import MeshSizes
+from fsdp.models.registry import IGNORED
+from fsdp.models.transformer import Transformer
 from fsdp.models.units import clean_name, names_by_tensor
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -51,6 +57,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": functools.partial(RowwiseParallel, input_layouts=Replicate()),
 }
 """torch's, under the names of transformers."""
+GATHERED = "colwise_gather_output"
 SUMMED = "replicated_with_grad_allreduce"
 DIMS = {
     **dict.fromkeys(STYLES, 0),
@@ -141,12 +148,19 @@ def _check_divided(model: nn.Module, plan: Mapping[str, str], sizes: MeshSizes) 
             )
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> frozenset[str]:
-    """Divides a plain meta model; returns the names of the parameters whose gradients are to be summed."""
+def apply_plan(
+    model: nn.Module, mesh: DeviceMesh, sizes: MeshSizes, *, reads_logits: bool
+) -> tuple[frozenset[str], DividedVocabulary | None]:
+    """Divides a plain meta model; returns the names of the parameters whose gradients are to be summed.
+    `reads_logits`: a loss of the user gets the logits, whole.
+    """
     plan = plan_of(model, sizes)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     names = names_by_tensor(model.named_parameters(remove_duplicate=False)).values()
     divided = {name: style for name, style in plan.items() if style != SUMMED}
+    output, vocabulary = _output_layer(model), None
+    if not reads_logits and output and divided.get(output) == GATHERED:
+        divided[output], vocabulary = "colwise", DividedVocabulary(mesh.get_group())
     # the logits of all tensor ranks are a view; fsdp/shard/checks.py looks for what writes into one
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     if hasattr(model, "tensor_plan"):
@@ -167,7 +181,67 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> frozense
                 "which has the same one.",
                 one_instead(sizes),
             )
-    return frozenset(name for name in plan.keys() - divided.keys() if name in parameters)
+    return frozenset(name for name in plan.keys() - divided.keys() if name in parameters), vocabulary
+
+
+def _output_layer(model: nn.Module) -> str:
+    """Its name, if the loss is the cross entropy of its output; else empty."""
+    if isinstance(model, Transformer):
+        return "head"
+    from fsdp.models.hf import maybe_entropy
+
+    output = model.get_output_embeddings() if maybe_entropy(model) is not None else None  # type: ignore[operator]
+    return next((name for name, module in model.named_modules() if module is output), "")
+
+
+class DividedVocabulary:
+    """The cross entropy of logits of which each tensor rank has some classes, in the ranks' order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of `logits`, [rows, classes of this rank]: the loss, 0 where the target is masked, and
+        log Σ exp of all classes.
+        """
+        found: tuple[Tensor, Tensor] = _DividedEntropy.apply(logits, targets, self._group)
+        return found
+
+    def predicted(self, logits: Tensor) -> Tensor:
+        """The first class with the largest of each row, as argmax has it."""
+        own, indices = logits.max(-1)
+        largest, rows = own.clone(), logits.shape[-1] * self._group.size()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        indices = torch.where(own == largest, indices + self._group.rank() * logits.shape[-1], rows)
+        dist.all_reduce(indices, dist.ReduceOp.MIN, self._group)
+        return indices
+
+
+class _DividedEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Any:  # type: ignore[override]
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        scores = logits - largest.unsqueeze(-1)
+        indices = targets - group.rank() * scores.shape[-1]
+        held = (indices >= 0) & (indices < scores.shape[-1]) & (targets != IGNORED)
+        indices = torch.where(held, indices, 0).unsqueeze(-1)
+        picked = scores.gather(-1, indices).squeeze(-1).masked_fill(~held, 0)
+        sums = torch.stack([scores.exp_().sum(-1), picked])
+        dist.all_reduce(sums, group=group)
+        normalizers = sums[0].log()
+        ctx.save_for_backward(scores.div_(sums[0].unsqueeze(-1)), indices, held, targets)
+        losses = (normalizers - sums[1]).masked_fill(targets == IGNORED, 0)
+        return losses, normalizers + largest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_losses: Tensor, of_normalizers: Tensor) -> Any:  # type: ignore[override]
+        shares, indices, held, targets = ctx.saved_tensors
+        of_losses = of_losses.masked_fill(targets == IGNORED, 0)
+        gradient = shares * (of_losses + of_normalizers).unsqueeze(-1)
+        picked = of_losses.masked_fill(~held, 0).unsqueeze(-1)
+        return gradient.scatter_add_(-1, indices, -picked), None, None
 
 
 class TensorGradients:
