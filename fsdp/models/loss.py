@@ -23,7 +23,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +44,8 @@ LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
 SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
 
-
-class Vocabulary(Protocol):
-    """What knows the classes of all ranks, where each has some (fsdp/shard/tensor.py)."""
-
-    def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def predicted(self, logits: Tensor) -> Tensor: ...
+DividedEntropy = Callable[[Tensor, Tensor, bool, float], "LossParts"]
+"""The cross entropy of logits of which each rank has some classes (fsdp/shard/tensor.py)."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ def cross_entropy_parts(
     summed: SummedEntropy,
     per_row: bool,
     z_loss: float,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: DividedEntropy | None = None,
 ) -> LossParts:
     """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled.
     `z_loss` is added in training alone, and is in no row.
@@ -124,14 +119,7 @@ def cross_entropy_parts(
     logits, targets = classes_last(logits, targets), mask_padding(targets, valid)
     training = torch.is_grad_enabled()
     if vocabulary is not None:
-        flat, wanted = flat_logits(logits), targets.reshape(-1)
-        losses, normalizers = vocabulary.losses(flat, wanted)
-        loss_sum = losses.sum()
-        if z_loss and training:
-            loss_sum = loss_sum + z_loss * normalizers.masked_fill(wanted == IGNORED, 0.0).square().sum()
-        correct = None if training else (vocabulary.predicted(flat) == wanted).sum()
-        rows = (row_sums(losses.view(targets.shape)), row_sums(targets != IGNORED)) if per_row else None
-        return LossParts(loss_sum, correct, rows=rows)
+        return vocabulary(logits, targets, per_row, z_loss if training else 0.0)
     if training and not per_row:
         return LossParts(summed(logits, targets, z_loss), None)
     flat, wanted = flat_logits(logits), targets.reshape(-1)
@@ -333,7 +321,7 @@ class LossFunction:
         if custom is not None and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             optional = {name for name, p in parameters.items() if p.default is not p.empty}
             self._withheld = set(LABELS) & (optional | {"labels"} - self._accepts)
-        self.vocabulary: Vocabulary | None = None
+        self.vocabulary: DividedEntropy | None = None
         """Set where tensor ranks have some classes of the logits each."""
         self.per_row = False
         """Set by a run that needs the loss of each row: that of a mixture."""

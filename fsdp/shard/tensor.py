@@ -46,6 +46,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.distributed.boxes import local_tensor, whole_on_tensor
 from fsdp.distributed.collectives import all_gather_objects
 from fsdp.distributed.mesh import MeshSizes
+from fsdp.models.loss import LossParts, flat_logits, row_sums
 from fsdp.models.registry import IGNORED
 from fsdp.models.transformer import Transformer
 from fsdp.models.units import clean_name, names_by_tensor
@@ -190,7 +191,8 @@ def _output_layer(model: nn.Module) -> str:
         return "head"
     from fsdp.models.hf import maybe_entropy
 
-    output = model.get_output_embeddings() if maybe_entropy(model) is not None else None  # type: ignore[operator]
+    hf: Any = model
+    output = hf.get_output_embeddings() if maybe_entropy(model) is not None else None
     return next((name for name, module in model.named_modules() if module is output), "")
 
 
@@ -199,6 +201,17 @@ class DividedVocabulary:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+
+    def __call__(self, logits: Tensor, targets: Tensor, per_row: bool, z_loss: float) -> LossParts:
+        """As fsdp.models.loss.cross_entropy_parts has it."""
+        flat, wanted = flat_logits(logits), targets.reshape(-1)
+        losses, normalizers = self.losses(flat, wanted)
+        loss_sum = losses.sum()
+        if z_loss:
+            loss_sum = loss_sum + z_loss * normalizers.masked_fill(wanted == IGNORED, 0.0).square().sum()
+        correct = None if torch.is_grad_enabled() else (self.predicted(flat) == wanted).sum()
+        rows = (row_sums(losses.view(targets.shape)), row_sums(targets != IGNORED)) if per_row else None
+        return LossParts(loss_sum, correct, rows=rows)
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row of `logits`, [rows, classes of this rank]: the loss, 0 where the target is masked, and
@@ -219,7 +232,9 @@ class DividedVocabulary:
 
 class _DividedEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup
+    ) -> Any:
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         scores = logits - largest.unsqueeze(-1)
