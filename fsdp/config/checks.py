@@ -236,6 +236,8 @@ ROWS: tuple[Row, ...] = (
     *(row for axis in ("mesh.tensor", "mesh.expert")
       for row in _beside(axis, _changed(axis), "--mesh.reshard_after_forward true", {
           "mesh.reshard_after_forward": lambda c: c.mesh.reshard_after_forward.isdigit()})),
+    *_beside("mesh.context", _changed("mesh.context"), "--mesh.context 1",
+             _of("train.loss") | _of("speed.float8"), "a rank has a part of each row"),
     *_beside("precision.frozen", _changed("precision.frozen"), "--precision.frozen auto",
              _of("memory.nvme", "all") | _of("speed.float8")),
     # an update that rounds stochastically, which is Adam's; ddp reduces gradients in the parameters' dtype

@@ -157,8 +157,8 @@ class TrainingLoop(RunParts):
         rows = self.job.cursor.indices(self.state.step)[: min(2, self.job.batch.micro_batch)]
         data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
 
-        def logits_of(tokens: Tensor, positions: Tensor) -> Tensor | None:
-            return read_output(sharded.called(tokens, **{POSITIONS: positions})).logits
+        def logits_of(tokens: Tensor, positions: Tensor, **more: Tensor) -> Tensor | None:
+            return read_output(sharded.called(tokens, **{POSITIONS: positions, **more})).logits
 
         whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         with sharded.evaluating():

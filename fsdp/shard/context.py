@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +27,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fsdp.base.devices import as_bits
 from fsdp.base.errors import ConfigError
+from fsdp.distributed.collectives import all_gather_objects
 from fsdp.distributed.mesh import MeshSizes
-from fsdp.models.attention import Rows, differing_logits, read_rows, repeated, text_config
+from fsdp.models.attention import Rows, read_rows, repeated, text_config
 from fsdp.models.registry import IGNORED, POSITIONS, ROW_POSITIONS
 from fsdp.models.transformer import Transformer
+from fsdp.models.units import batch_norms, clean_name
 
 ALONE = "--mesh.context 1"
 MOST_CHECKED = 4096
 """Tokens of a row that the check reads."""
+ROUNDED = {torch.float32: 1e-3, torch.float64: 1e-5}
+"""Of the largest logit: how far rounding may change one with the number of tokens, 0.1 in half precision. In
+float64 too transformers computes norms and positions in float32.
+"""
+LogitsOf = Callable[..., Tensor | None]
+"""Of tokens, their positions, and further arguments of the model."""
 
 
 def cut_rows(data: Mapping[str, Tensor], *, contexts: int, context: int, shifts: bool) -> dict[str, Tensor]:
@@ -133,6 +143,8 @@ def apply_context(model: Any, name: str, sizes: MeshSizes, computed: torch.dtype
             fault = "its router's loss is of whole rows (output_router_logits)"
         rows = getattr(model, "document_rows", None)
         heads = getattr(rows, "heads", heads)
+        if norms := batch_norms(model):
+            fault = f"{norms[0]} is BatchNorm, over the tokens that a rank has"
     else:
         fault = "it is neither the built-in transformer nor a model of transformers"
     if fault:
@@ -169,22 +181,83 @@ def undivided(model: Any, *, mixes: bool = True) -> Iterator[None]:
         rows.group, rows.mixes = kept, True
 
 
-def check_context(
-    logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module, name: str
-) -> None:
-    """Checks that without attention the logits of either half of a row keep their bits when the tokens of the
-    other change: what mixes tokens beside attention, as convolutions, state spaces and pooling do, would see
-    a part of the row alone. Rounding could hide it: the convolutions of a random LFM2 do.
+def check_context(logits_of: LogitsOf, tokens: Tensor, model: Any, name: str) -> None:
+    """Checks that tokens meet in attention alone, then logits of parts of rows against those of whole rows.
+    Collective.
     """
-    tokens = tokens[:, :MOST_CHECKED]
+    group = model.document_rows.group
+    own = {"contexts": group.size(), "context": dist.get_rank(group), "shifts": False}
+    tokens = tokens[:, : min(tokens.shape[1], MOST_CHECKED) // group.size() * group.size()]
+    if not tokens.numel():
+        return
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    row = tokens.cpu()
+    part = {
+        key: value.to(tokens.device)
+        for key, value in cut_rows({"inputs": row, "targets": row}, **own).items()
+    }
+    with torch.compiler.set_stance("force_eager"):  # hooks would be compiled in
+        with undivided(model, mixes=False):
+            mixing = _mixing_module(lambda changed: logits_of(changed, positions), tokens, model)
+        with undivided(model):
+            whole = logits_of(tokens, positions)
+        divided = logits_of(part["inputs"], part[POSITIONS], **{ROW_POSITIONS: part[ROW_POSITIONS]})
+    fault = "" if mixing is None else f"{mixing or 'its forward'} mixes tokens beside attention"
+    if not fault and whole is not None and divided is not None:
+        expected = whole.chunk(group.size(), 1)[own["context"]].double()
+        difference, most = float((expected - divided.double()).abs().max()), float(expected.abs().max())
+        if not difference <= ROUNDED.get(whole.dtype, 0.1) * most:
+            fault = f"logits of a part of a row differ by {difference:.3g} from those of the whole row"
+    if fault := next(filter(None, all_gather_objects(fault)), ""):
+        raise ConfigError(f"--mesh.context cannot divide rows of --model.name {name}: {fault}.", ALONE)
+
+
+def _mixing_module(
+    logits_of: Callable[[Tensor], Tensor | None], tokens: Tensor, model: nn.Module
+) -> str | None:
+    """The first module whose output for one half of a row changes with the other half although what it
+    receives for it does not; None without one.
+
+    Compared by bits, since rounding could hide it, as that of a random LFM2 does. A mixture of experts, which
+    multiplies tokens in an order of its own, returns what it receives.
+    """
     half = tokens.shape[1] // 2
-    with undivided(model, mixes=False):
-        for kept in (slice(half, None), slice(half)):
-            if difference := differing_logits(logits_of, tokens, positions, kept, model):
-                raise ConfigError(
-                    f"--mesh.context cannot divide rows of --model.name {name}: it mixes tokens beside "
-                    f"attention; without it logits of one half change by {difference:.3g} with the other's "
-                    "tokens.",
-                    ALONE,
-                )
+    names = {clean_name(key): module for key, module in model.named_modules()}
+    mixtures = {re.split(r"\.?[^.]*expert", key, maxsplit=1)[0] for key in names if ".expert" in key}
+    runs: list[list[tuple[str, Tensor, Tensor]]] = []
+
+    def digest(x: Any, kept: slice) -> Tensor:
+        return as_bits(tokens[:0] if x is None else x[:, kept]).sum(dtype=torch.int64)
+
+    def rows_in(values: Iterable[Any]) -> Tensor | None:
+        return next((x for x in values if isinstance(x, Tensor) and x.shape[:2] == tokens.shape), None)
+
+    for kept in (slice(half, None), slice(half)):
+        changed = torch.where(tokens > 0, tokens - 1, 1)
+        changed[:, kept] = tokens[:, kept]
+        runs.clear()
+
+        def note(key: str, kept: slice, module: nn.Module, args: Any, more: Any, output: Any) -> Any:
+            received, several = rows_in([*args, *more.values()]), isinstance(output, tuple)
+            if key in mixtures:
+                return (received, *output[1:]) if several else received
+            made = rows_in(output if several else [output])
+            runs[-1].append((key, digest(received, kept), digest(made, kept)))
+            return None
+
+        hooks = [
+            module.register_forward_hook(functools.partial(note, key, kept), with_kwargs=True)
+            for key, module in names.items()
+            if not key.startswith(tuple(f"{mixture}." for mixture in mixtures))
+        ]
+        try:
+            for given in (tokens, changed):
+                runs.append([])
+                runs[-1].append(("", digest(None, kept), digest(logits_of(given), kept)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for (key, received, made), (_, *again) in zip(*runs, strict=True):
+            if int(made) != int(again[1]) and int(received) == int(again[0]):
+                return key
+    return None
