@@ -13,7 +13,7 @@ loop in one process, which has a loss, clipping and optimizer of its own. For ea
 
 and prints the largest relative difference of each in a table. In fp64 rounding cannot hide a wrong reduction.
 A mesh that differs is followed by its largest differences, with both values. A mesh that the flags or the
-model do not allow is "not possible", with the reason; of an axis (context, tensor, expert) that is one line.
+model do not allow is "not possible", with the reason; of axes (context, tensor, expert) that is one line.
 --mesh.context, --mesh.tensor or --mesh.expert N compares meshes of these sizes alone. Exit code 0 if every
 possible mesh is within its bounds, 1 if not, 2 for a wrong flag or if no mesh is possible.
 """
@@ -63,7 +63,7 @@ NO_GRADIENT, ROUNDED_NO_GRADIENT = 1e-12, 1e-5
 """Of the model's gradient norm, and of one with float32 inside: less is rounding, which Adam amplifies."""
 GROUP_TIMEOUT_S = 300.0
 AXES = ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 4), (4, 1, 1))
-"""Sizes of context, tensor and expert. Of an axis that a model cannot run, what follows is left out."""
+"""Sizes of context, tensor and expert."""
 
 
 class Comparison(StrEnum):
@@ -188,7 +188,7 @@ def compare(options: ParityOptions, meshes: Sequence[Row]) -> int:
     print(f"{'mesh':<{width}} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} ", end="")
     print(" ".join(f"{training:<10}" for training in Comparison), "verdict", flush=True)
     for row in meshes:
-        if any(axes <= row.axes for axes in impossible):
+        if row.axes in impossible:
             continue
         reshard = "-" if row.sizes.strategy == "ddp" else row.reshard
         line = f"{row.sizes!s:<{width}} {reshard:<8} {row.micro_batches:<14} {options.dtype:<6}"
