@@ -254,8 +254,8 @@ def start_ranks(options: ParityOptions, row: Row, folder: str, device: str) -> s
     """
     from torch import multiprocessing as mp
 
-    if row.axes and (refusal := _refusal(options, row, device)):
-        return refusal
+    if row.axes and (refused := refusal(options, row, device)):
+        return refused
     mp.set_forkserver_preload(["fsdp.run.loop"])  # torch is imported once for all meshes
     arguments = options, row, folder, device
     try:
@@ -269,7 +269,7 @@ def start_ranks(options: ParityOptions, row: Row, folder: str, device: str) -> s
     return ""
 
 
-def _refusal(options: ParityOptions, row: Row, device: str) -> str:
+def refusal(options: ParityOptions, row: Row, device: str) -> str:
     """Why the flags or the model do not allow a mesh, as far as it is known without ranks."""
     import torch
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
+IN_SAVES = {"saving": 1, "sealing": 1, "pruning": 1}
 CONFIGURATIONS = [wide("fsdp", 2), wide("hsdp", 4), wide("ddp", 2)]
 
 
@@ -45,6 +47,30 @@ def test_a_killed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
     assert broken.starts == 2
     broken.check_end(reference)
     assert len(list(broken.records("loss"))) == STEPS
+
+
+@pytest.mark.long
+def test_after_twenty_kills_in_saves_of_two_shards_by_two_tensor_ranks_no_state_is_lost_or_mixed(
+    tmp_path: Path,
+) -> None:
+    """Every sealed checkpoint is that of the whole run at its step, bit for bit, and so is the end."""
+    model = "--model.name transformer --data.name tests.support.user_code:sentences --model.args.width 64"
+    sizes = "--model.args.heads 4 --model.args.vocab_size 32 --model.args.dropout 0.1"
+    flags = f"{model} {sizes} --mesh.shard 2 --mesh.tensor 2"
+    configuration, dice = Configuration("tensor", 4, flags), random.Random(seed := random.randrange(1 << 30))
+    print(f"seed {seed}")
+    whole = Chain(configuration, tmp_path / "whole", STEPS, keep=0)
+    whole.live()
+    reference, kills = whole.read(), Counter[str]()
+    while kills.total() < 20:
+        chain = Chain(configuration, tmp_path / f"after-{kills.total()}", STEPS)
+        while kills.total() < 20 and (death := chain.die(dice, moments=IN_SAVES)):
+            chain.check_death(death, reference)
+            kills[death.moment] += 1
+        if kills.total() == 20:
+            chain.live()
+        chain.check_end(reference)
+    print(kills)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -52,7 +52,7 @@ class _Wide(ModuleType):
 
 
 def widened(kind: str) -> Any:
-    """The class, which computes in float64 in this process from now on."""
+    """The class, which computes in float64 in this process until `narrowed`."""
     prepare_torchvision()
     import transformers
 
@@ -60,6 +60,13 @@ def widened(kind: str) -> Any:
     sys.modules[made.__module__].torch = _Wide("torch")  # type: ignore[attr-defined]
     Tensor.float = _kept_wide  # type: ignore[assignment,method-assign]
     return made
+
+
+def narrowed() -> None:
+    Tensor.float = _narrow  # type: ignore[method-assign]
+    for module in [*sys.modules.values()]:
+        if isinstance(vars(module).get("torch"), _Wide):
+            module.torch = torch  # type: ignore[attr-defined]
 
 
 def build(kind: str) -> nn.Module:

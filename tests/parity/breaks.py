@@ -13,15 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+import fsdp.models.attention
 import fsdp.models.loss
 import fsdp.run.build
 import fsdp.run.step
+import fsdp.shard.context
+from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
 from fsdp.parity.__main__ import ParityOptions, Row, train_row
 from fsdp.run.training_loop import TrainingLoop
 from fsdp.shard.shard import Sharded
+from fsdp.shard.tensor import TensorGradients
 
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
 
@@ -86,13 +90,15 @@ class Scatter:
         own_part(output_tensor, input_tensor, group, op)
 
 
-def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
+def one_unit_by(
+    scatter: Callable[[], Scatter], of: Callable[[Sharded], Any] = lambda sharded: sharded.units[1][0]
+) -> Break:
     """One unit's gradients are reduced in another way."""
 
     def make(shard_model: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> Sharded:
             sharded: Sharded = shard_model(*args, **kwargs)
-            unit = sharded.units[1][0]
+            unit = of(sharded)
             if isinstance(unit, FSDPModule):
                 unit.set_custom_reduce_scatter(scatter())  # type: ignore[arg-type]
             return sharded
@@ -181,6 +187,59 @@ def gradients_kept(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.optim.Optimizer, "zero_grad")
 
 
+# ---------------------------------------------------------------- context, tensor and expert ranks
+
+
+def averaged_for_summed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """Gradients of which each tensor rank has a part, as those of q's norm; without the check of a run."""
+
+    def make(reduce: Any) -> Any:
+        def broken(self: TensorGradients) -> None:
+            self._summed, self._checked = frozenset(), True
+            reduce(self)
+
+        return broken
+
+    return instead(TensorGradients, "reduce", make)
+
+
+def norms_drift(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """After each update, on one rank."""
+
+    def make(train_step: Any) -> Any:
+        def broken(self: TrainingLoop, batch: Any, lr: float) -> Any:
+            done = train_step(self, batch, lr)
+            for name, parameter in self.sharded.root.named_parameters():
+                if env.rank == 1 and "norm" in name:
+                    with torch.no_grad():
+                        local_tensor(parameter).mul_(1 + 1e-7)
+            return done
+
+        return broken
+
+    return instead(TrainingLoop, "train_step", make)
+
+
+def window_ignored(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(mask: Any) -> Any:
+        return lambda starts, dtype, window: mask(starts, dtype, starts.shape[1])
+
+    return instead(fsdp.models.attention, "document_mask", make)
+
+
+def exchanged_in_another_order(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """What ranks send is joined from the last to the first."""
+
+    def make(exchanged: Any) -> Any:
+        def broken(parts: list[Tensor], given: int, received: int, group: Any) -> list[Tensor]:
+            joined = exchanged(parts, given, received, group)
+            return [torch.cat(one.chunk(group.size(), received)[::-1], received) for one in joined]
+
+        return broken
+
+    return instead(fsdp.shard.context, "_exchanged", make)
+
+
 def nothing(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
@@ -196,6 +255,13 @@ BREAKS: dict[str, Break] = {
     "first micro-batch dropped": first_micro_batch_dropped,
     "clipped by local norm": clipped_by_local_norm,
     "gradients kept": gradients_kept,
+    "an average for a sum": averaged_for_summed,
+    "norms drift": norms_drift,
+    "window ignored": window_ignored,
+    "another order": exchanged_in_another_order,
+    "experts not reduced": one_unit_by(
+        Scatter, lambda sharded: sharded.experts and sharded.experts.modules[0]
+    ),
 }
 
 
