@@ -105,10 +105,10 @@ class Runs:
         if first == second:
             killed.check_end(self.whole(noisy, first).read())
             return
-        exact = self._chain(f"{name}-exact", f"{model} 0")
+        exact = self._chain(f"{name}-exact", f"{model} 0.0")
         for stop, layout in ((7, first), (13, second), (0, first)):
             exact.live(there, (RANKS, f"{layouts[layout]} --train.stop_after {stop}"))
-        whole = self.whole(f"{model} 0", "shard 4")
+        whole = self.whole(f"{model} 0.0", "shard 4")
         if text := difference(values_of(exact.run_dir), values_of(whole.run_dir)):
             raise Violation(text)
 
