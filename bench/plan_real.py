@@ -22,10 +22,11 @@ from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.loss import LossFunction
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, subject_of, trace_step
+from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, part_of, subject_of, trace_step
 from fsdp.plan.trace import KINDS, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+from fsdp.shard.context import apply_context
 from fsdp.shard.ddp import replicate
 from fsdp.shard.materialize import materialize
 from fsdp.shard.shard import shard_model, sharding_of
@@ -114,7 +115,11 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     model = model_of(config, subject.spec)
     chunk = config.memory.loss_chunk
     loss_function = LossFunction(model, head=ChunkedHead(model, chunk) if chunk else None)
-    sharded = shard_model(model, sharding_of(config, sizes, device), mesh)
+    job = sharding_of(config, sizes, device)
+    if sizes.context > 1:
+        apply_context(model, subject.spec.name, sizes, job.dtypes.param)
+        subject = part_of(subject, sizes, rank, loss_function)
+    sharded = shard_model(model, job, mesh)
     materialize(
         sharded,
         spec=subject.spec,

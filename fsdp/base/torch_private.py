@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
-from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -35,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from fsdp.base.errors import ConfigError
@@ -50,11 +49,9 @@ WRAPPER_NAMES = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 checkpoints, which then have other keys with and without these wrappers.
 """
 COLLECTIVE_OPS = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "broadcast_": "all_reduce",
+    **dict.fromkeys(("_allgather_base_", "allgather_"), "all_gather"),
+    **dict.fromkeys(("allreduce_", "broadcast_"), "all_reduce"),
+    **{"_reduce_scatter_base_": "reduce_scatter", "alltoall_base_": "all_to_all"},
 }
 """Operators of the c10d namespace → collective. One under another name is missing from a plan's
 communication.
@@ -68,7 +65,7 @@ EXTRA_STATE = "_extra_state"
 
 Without it, a file of a model with such a module is refused as no state dict.
 """
-WRAPPERS = (DTensor, AsyncCollectiveTensor)
+WRAPPERS = (DTensor, _functional_collectives.AsyncCollectiveTensor)
 """Tensors whose operations are dispatched again, on the tensors within; their own storages have no memory."""
 OPTIMIZER_IMPORT = "torch._dynamo"
 """A package that each optimizer of torch imports in its first step: 20 MiB and more."""
@@ -646,6 +643,14 @@ def _wrapped(owner: Any, names: Iterable[str], wrapper: Callable[..., Any]) -> I
         for name in filter(functools.partial(hasattr, owner), names):
             patches.enter_context(mock.patch.object(owner, name, call_of(name)))
         yield
+
+
+def without_propagation() -> Patch:
+    """Trackers do not see how DTensor finds the shapes of results: by operations on fake tensors of the whole
+    size. Without it, a plan of tensor ranks has the whole activations of one layer too much.
+    """
+    propagator, method = type(DTensor._op_dispatcher.sharding_propagator), "_propagate_tensor_meta_non_cached"
+    return _wrapped(propagator, [method], lambda _, run, *args: _disable_current_modes()(run)(*args))
 
 
 def around_collectives(around: Callable[[Run, Sequence[Tensor]], Any]) -> Patch:

@@ -6,6 +6,7 @@ takes a hundred microseconds for each tensor of a save.
 
 box_of, box_at         this rank's part of a tensor; that of a place on a mesh
 whole_on_tensor        whether no plan divides a tensor over tensor or expert ranks
+gathered_numel         elements of it that a rank has while FSDP has gathered it
 rows_of                rows of a shard, as torch.chunk divides dim 0
 shard_axis, _count     of a tensor that FSDP alone divides: the axis of the mesh, the number of pieces
 local_tensor           this rank's part of a DTensor
@@ -118,6 +119,16 @@ def whole_on_tensor(tensor: Tensor) -> bool:
         return True
     axes = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
     return "expert" not in axes and not hasattr(axes.get("tensor"), "dim")
+
+
+def gathered_numel(tensor: Tensor) -> int:
+    """Elements that a rank has of a tensor while FSDP has gathered it: a plan's part."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel()
+    mesh = tensor.device_mesh
+    placed = zip(mesh.mesh_dim_names or (), tensor.placements, mesh.shape, strict=True)
+    parts = (size for axis, at, size in placed if axis in ("tensor", "expert") and hasattr(at, "dim"))
+    return tensor.numel() // math.prod(parts)
 
 
 def rows_of(rows: int, index: int, count: int) -> range:

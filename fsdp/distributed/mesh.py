@@ -99,7 +99,7 @@ class BatchPlan:
     accumulation: int
 
 
-def named_ranks(mesh: MeshSection) -> int:
+def fewest_ranks(mesh: MeshSection) -> int:
     """The fewest ranks that have the sizes of the flags."""
     return max(1, mesh.replicate) * max(1, mesh.shard) * mesh.context * mesh.tensor
 

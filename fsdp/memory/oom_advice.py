@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.torch_private import FakeTensorMode, convert_tensors
 from fsdp.config import Config
+from fsdp.distributed.boxes import gathered_numel, local_tensor
 from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_bytes
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
 from fsdp.models.loss import LossFunction
@@ -42,11 +43,14 @@ Activations = Callable[[int, str, int], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Sizes in numbers of parameters, dtypes in bytes; the last of `units` is the root's own parameters."""
+    """Sizes in numbers of parameters, of divided ones a rank's part, dtypes in bytes; the last of `units` is
+    the root's own parameters.
+    """
 
     units: tuple[int, ...]
     trained: int
-    shard: int
+    shard: float
+    """Ranks over which FSDP divides a copy; with experts that are divided by fewer, the mean."""
     replicate: int
     master: int
     param: int
@@ -98,20 +102,22 @@ def footprint_of(config: Config, context: OomContext, device: torch.device) -> F
     def count(modules: Sequence[nn.Module]) -> int:
         fresh = {p for module in modules for p in module.parameters()} - seen
         seen.update(fresh)
-        return sum(p.numel() for p in fresh)
+        return sum(map(gathered_numel, fresh))
 
-    dtypes = context.sharded.dtypes
+    dtypes, sizes = context.sharded.dtypes, context.sharded.sizes
     resting = resting_bytes(config.optim, context.sharded.root, dtypes.master, dtypes.frozen)
-    trained = resting.gradients // dtypes.master.itemsize
+    parameters = list(context.sharded.root.parameters())
+    # experts are divided again by all ranks of a copy that have others
+    here = sum(local_tensor(p).numel() for p in parameters) if sizes.expert > 1 else 0
     return Footprint(
         units=(*(count(unit) for unit in context.sharded.units), count([context.sharded.root])),
-        trained=trained,
-        shard=context.sharded.sizes.shard,
-        replicate=context.sharded.sizes.replicate,
+        trained=sum(gathered_numel(p) for p in parameters if p.requires_grad),
+        shard=sum(map(gathered_numel, parameters)) / here if here else sizes.weight_shards,
+        replicate=sizes.replicate,
         master=dtypes.master.itemsize,
         param=dtypes.param.itemsize,
         reduce=dtypes.reduce.itemsize,
-        state=resting.optimizer / max(1, trained),
+        state=resting.optimizer / max(1, resting.gradients // dtypes.master.itemsize),
         reshard=context.sharded.reshard,
         accumulate=config.mesh.accumulate,
         accumulation=context.batch.accumulation,
@@ -122,7 +128,7 @@ def footprint_of(config: Config, context: OomContext, device: torch.device) -> F
         chunkable=_is_chunkable(context),
         offload=config.memory.cpu_offload and device.type == "cuda",
         nvme=config.memory.nvme != "off",
-        ddp=context.sharded.sizes.strategy == "ddp",
+        ddp=sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in context.sharded.units])),
     )
 
@@ -182,7 +188,9 @@ def _estimate(
             tracker.phase("backward", 1)
             parts.loss_sum.backward()
             tracker.phase("end", 1)
-    return max(kinds["activations"] for _, _, kinds in tracker.moments())
+    # what tensor ranks divide of them is counted whole
+    most = max(kinds["activations"] for _, _, kinds in tracker.moments())
+    return most // context.sharded.sizes.context
 
 
 # ---------------------------------------------------------------- what to change

@@ -4,9 +4,9 @@
         --plan.gpus 64 --plan.gpu h100
 
 train.py's flags and recipes (--config FILE), and --plan's own. Flags that are set stay; mesh, micro-batch,
-resharding, checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags
-as they are; without --plan.gpus the fewest ranks that fit are found. --plan.write FILE writes the best as a
-recipe for train.py.
+resharding, checkpointing and, where nothing else fits, further axes, then offload are searched. --plan.fix
+true plans the flags as they are; without --plan.gpus the fewest ranks that fit are found. --plan.write FILE
+writes the best as a recipe for train.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from fsdp.base.devices import NAMES
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.config.sections import shown_value
-from fsdp.distributed.mesh import MeshSizes, named_ranks, plan_batch, resolve
+from fsdp.distributed.mesh import MeshSizes, fewest_ranks, plan_batch, resolve
 from fsdp.memory.account import resting_bytes
 from fsdp.plan.fake_step import FakeRun, subject_of, trace_step
 from fsdp.plan.step_time import UNMEASURED, Rates, Step, rates_for, time_step
@@ -147,7 +147,7 @@ def plan_one(config: Config) -> Plan:
 
 def ask_for(config: Config) -> tuple[FakeRun, int]:
     """The run of rank 0, and its micro-batches per step."""
-    ranks = config.plan.gpus or named_ranks(config.mesh)
+    ranks = config.plan.gpus or fewest_ranks(config.mesh)
     config = replace(config, plan=replace(config.plan, gpus=ranks))
     sizes = resolve(config.mesh, ranks, -(-ranks // rates_for(config).gpus_a_node))
     batch = plan_batch(config.train, sizes.data)
@@ -217,7 +217,7 @@ def search(config: Config, fixed: frozenset[str]) -> list[Plan]:
     mesh, searcher = config.mesh, _Search(config, fixed)
     if ranks := config.plan.gpus or mesh.replicate * mesh.shard * mesh.context * mesh.tensor:
         return searcher.plans(ranks)
-    ranks, refusal = named_ranks(mesh), None
+    ranks, refusal = fewest_ranks(mesh), None
     while ranks <= MOST_RANKS:
         try:
             if (plans := searcher.plans(ranks))[0].fits:

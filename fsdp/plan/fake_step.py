@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import chunks_by, fake_forward, init_fake_group
+from fsdp.base.torch_private import chunks_by, fake_forward, init_fake_group, without_propagation
 from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
 from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
 from fsdp.distributed.boxes import tensors_in
-from fsdp.distributed.mesh import MeshSizes, build_mesh
+from fsdp.distributed.mesh import MeshSizes, build_mesh, place_of
 from fsdp.models import ModelSpec, attention, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import ChunkedHead
@@ -49,6 +49,8 @@ from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
 from fsdp.plan.trace import AFTER, AXES, Trace, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+from fsdp.shard.context import apply_context, cut_rows
+from fsdp.shard.expert import even_exchange
 from fsdp.shard.shard import Sharded, shard_model, sharding_of
 
 CPU = torch.device("cpu")
@@ -266,7 +268,7 @@ def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
     assert not dist.is_initialized(), "a plan is made outside a run"
     init_fake_group(rank, sizes.ranks)
     try:
-        with chunks_by(_Chunks):
+        with chunks_by(_Chunks), without_propagation():
             yield build_mesh(sizes, CPU)
     finally:
         dist.destroy_process_group()
@@ -311,7 +313,9 @@ class FakeRun:
 
 @contextlib.contextmanager
 def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
-    """Context with a model that is sharded in a fake world, its optimizer's state present."""
+    """Context with a model that is sharded in a fake world, its optimizer's state present, and the samples of
+    its rank.
+    """
     config, subject = ask.config, subject_of(ask.config.model, ask.config.data)
     model = model_of(config, subject.spec)
     group_experts(model)
@@ -333,9 +337,16 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
         dynamic_map(True), dynamic_map(False)
     stand_ins, of_rows = (STAND_INS, PACKED) if ask.device == "cuda" else ({}, {})
     in_place = mock.patch.dict(vars(F), stand_ins), mock.patch.dict(vars(attention), of_rows)
-    with fake_world(ask.sizes, ask.rank) as mesh, in_place[0], in_place[1]:
-        sharded = shard_model(model, sharding_of(plain, ask.sizes, CPU), mesh)
+    job = sharding_of(plain, ask.sizes, CPU)
+    if ask.sizes.context > 1:
+        apply_context(model, subject.spec.name, ask.sizes, job.dtypes.param)
+        subject = part_of(subject, ask.sizes, ask.rank, loss_function)
+    exchange = even_exchange() if ask.sizes.expert > 1 else contextlib.nullcontext()
+    with fake_world(ask.sizes, ask.rank) as mesh, in_place[0], in_place[1], exchange:
+        sharded = shard_model(model, job, mesh)
         loss_function.vocabulary = sharded.vocabulary
+        if sharded.tensor is not None:
+            sharded.tensor.checked = True
         with fake_forward():  # the model comes from meta
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
@@ -373,10 +384,8 @@ def trace_step(ask: FakeRun) -> Trace:
     """Traces one step: some 25 ms a block and micro-batch."""
     try:
         return _traced(ask)
-    except (
-        RuntimeError,
-        TypeError,
-    ) as error:  # of an operation without a form for fake tensors, or of a call
+    except (RuntimeError, TypeError) as error:
+        # of an operation without a form for fake tensors, or of a call
         name = ask.config.model.name
         raise ConfigError(
             f"--model.name {name} cannot make a step on fake tensors, which have no values: {blame(error)}.",
@@ -416,6 +425,15 @@ class Subject:
     tokens_per_sample: int
     note: str
     """Names a stand-in for the data; empty for the data set itself."""
+
+
+def part_of(subject: Subject, sizes: MeshSizes, rank: int, function: LossFunction) -> Subject:
+    """With samples of the part of a row that a context rank has."""
+    data = {name: torch.zeros((1, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()}
+    place, shifts = place_of(sizes, rank).context, function.shifts(data)
+    part = cut_rows(data, contexts=sizes.context, context=place, shifts=shifts)
+    sample = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in part.items()}
+    return replace(subject, sample=sample)
 
 
 _KNOWN: dict[str, Subject] = {}

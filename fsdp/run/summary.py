@@ -18,7 +18,7 @@ from fsdp.checkpoint.checkpointer import Restored
 from fsdp.config import Config, PlanSection
 from fsdp.config.sections import shown_value
 from fsdp.distributed.env import DistEnv
-from fsdp.distributed.mesh import named_ranks
+from fsdp.distributed.mesh import MeshSizes, fewest_ranks
 from fsdp.memory.account import resting_bytes
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
@@ -89,14 +89,30 @@ def units_line(model: nn.Module, wrap: str) -> str:
 def _resting(config: Config, job: Job, model: nn.Module) -> float:
     """Bytes of parameters, gradients and optimizer states on a rank. A plan adds what a step takes."""
     dtypes, whole = job.dtypes, {*whole_parameters(model, config.mesh.unsharded).values()}
-    held = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total
-    kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
-    return kept + (held - kept) / (job.sizes.weight_shards * job.sizes.tensor)
+    held, kept, divided = (
+        resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=only).total
+        for only in (None, whole, divided_parameters(model, job.sizes))
+    )
+    return kept + (held - kept - divided * (1 - 1 / job.sizes.tensor)) / job.sizes.weight_shards
+
+
+def divided_parameters(model: nn.Module, sizes: MeshSizes) -> set[nn.Parameter]:
+    """Those of a plain model that each rank of a copy of the weights has another part of."""
+    if sizes.tensor == 1:
+        return set()
+    from fsdp.shard.tensor import DIMS, plan_of
+
+    plan = plan_of(model, sizes)
+    if sizes.expert > 1:
+        from fsdp.shard.expert import dispatch_of
+
+        plan |= dict.fromkeys(dispatch_of(model, sizes), "colwise")
+    return {p for name, p in model.named_parameters() if DIMS.get(plan.get(name, ""), p.dim()) < p.dim()}
 
 
 def dry_run(config: Config, env: DistEnv) -> str:
     """For the ranks that were started; for one process, for as many as the mesh flags name."""
-    ranks = named_ranks(config.mesh) if env.world_size == 1 else env.world_size
+    ranks = fewest_ranks(config.mesh) if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     return "\n".join(columns(list(describe(config, job, trained_model(config, job)).items())))
 

@@ -96,7 +96,7 @@ class ContextRows(Rows):
         return _exchanged([y], 2, 1, self.group)[0]
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """A row to each rank, and one from each."""
 
     @staticmethod
@@ -118,7 +118,7 @@ def _exchanged(parts: list[Tensor], given: int, received: int, group: dist.Proce
     size = group.size()
     stacks = [torch.stack(part.chunk(size, given)) for part in parts]
     sent = torch.cat([stack.flatten(1) for stack in stacks], 1)
-    arrived: Tensor = _Exchange.apply(sent, group)
+    arrived: Tensor = Exchange.apply(sent, group)
     of_parts = arrived.split([stack[0].numel() for stack in stacks], 1)
     shaped = (one.view(stack.shape) for one, stack in zip(of_parts, stacks, strict=True))
     return [torch.cat([*one], received) for one in shaped]

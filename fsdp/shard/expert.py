@@ -10,19 +10,23 @@ The exchange stays outside of compiled graphs: each rank sends another number of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp.base.errors import ConfigError
 from fsdp.distributed.mesh import MeshSizes
 from fsdp.models.units import has_separate_experts
+from fsdp.shard.context import Exchange
 
 DISPATCHED, STACKED = "ep_dispatch_experts", "grouped_gemm"
 """Styles of transformers: of a module whose tokens are exchanged, and of its parameters."""
@@ -121,3 +125,29 @@ class ExpertModules:
         load = (tokens.amax(1) * experts / tokens.sum(1).clamp(min=1)).max()
         idle = (tokens == 0).sum() - (tokens.shape[1] - experts).sum()
         return rest, torch.stack([load, idle])
+
+
+def even_exchange() -> contextlib.AbstractContextManager[Any]:
+    """Context for tensors without values, as a planner's: each rank sends as many tokens as any other."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    return mock.patch.object(AllToAllEP, "_dispatch_tokens", _dispatched_evenly)
+
+
+def _dispatched_evenly(exchange: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
+    """As transformers' own, which reads from the device how many tokens come from each rank."""
+    tokens, mesh, group = len(hidden), exchange.tp_mesh, exchange.ep_mesh.get_group()
+    if mesh.size() > 1:
+        whole = (
+            DTensor.from_local(t, mesh, [Replicate()], run_check=False) for t in (hidden, chosen, weights)
+        )
+        hidden, chosen, weights = (t.redistribute(mesh, [Shard(0)]).to_local() for t in whole)
+    order = torch.argsort(chosen.reshape(-1))
+    sent = hidden[order // chosen.shape[-1]]
+    sizes = [len(part) for part in sent.tensor_split(group.size())]
+    rows: Tensor = Exchange.apply(sent, group)
+    ids = torch.zeros(len(rows), 1, dtype=torch.long, device=rows.device)
+    state = SimpleNamespace(
+        top_k_weights=weights, order=order, send_sizes=sizes, recv_sizes=sizes, num_tokens=tokens
+    )
+    return rows, ids, torch.ones_like(ids, dtype=rows.dtype), state

@@ -264,7 +264,8 @@ class TensorGradients:
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup, summed: frozenset[str]) -> None:
         self._root, self._group, self._summed = root, group, summed
-        self._checked = False
+        self.checked = False
+        """Whether a step has compared the gradients; the planner's have no values."""
 
     @functools.cached_property
     def _whole(self) -> list[tuple[str, nn.Parameter]]:
@@ -281,7 +282,7 @@ class TensorGradients:
         packed = torch.cat([gradient.reshape(-1) for _, gradient in held])
         dist.all_reduce(packed, group=self._group)
         parts = packed.split([gradient.numel() for _, gradient in held])
-        if not self._checked:
+        if not self.checked:
             self._check(held, parts)
         for (name, gradient), part in zip(held, parts, strict=True):
             factor = 1 if name in self._summed else self._group.size()
@@ -289,7 +290,7 @@ class TensorGradients:
 
     def _check(self, held: list[tuple[str, Tensor]], sums: tuple[Tensor, ...]) -> None:
         """The gradients of copies are the same, and those that are summed are not."""
-        self._checked, size = True, self._group.size()
+        self.checked, size = True, self._group.size()
         numbers = [
             torch.stack([gradient.abs().max(), (gradient.reshape(-1) - total / size).abs().max()])
             for (_, gradient), total in zip(held, sums, strict=True)

@@ -195,7 +195,7 @@ def averaged_for_summed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
     def make(reduce: Any) -> Any:
         def broken(self: TensorGradients) -> None:
-            self._summed, self._checked = frozenset(), True
+            self._summed, self.checked = frozenset(), True
             reduce(self)
 
         return broken

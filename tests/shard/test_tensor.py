@@ -178,7 +178,7 @@ def gradients_of_ranks(env: DistEnv) -> tuple[list[float], int, bool]:
     named = dict(made.root.named_parameters())
     assert made.tensor is not None
     made.tensor = TensorGradients(made.root, made.mesh.get_group("tensor"), frozenset({"norm.weight"}))
-    made.tensor._checked = True
+    made.tensor.checked = True
     for parameter in named.values():
         parameter.grad = torch.full_like(parameter, 1.0 + 2 * env.rank)
     made.tensor.reduce()
