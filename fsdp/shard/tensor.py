@@ -187,7 +187,7 @@ def apply_plan(
 
 def _output_layer(model: nn.Module) -> str:
     """Its name, if the loss is the cross entropy of its output; else empty."""
-    if isinstance(model, Transformer):
+    if type(model) is Transformer:  # a model made from it may do more with the logits
         return "head"
     from fsdp.models.hf import maybe_entropy
 
