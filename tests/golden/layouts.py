@@ -3,10 +3,11 @@
     python -m tests.golden.layouts                               all pairs of five layouts
     python -m tests.golden.layouts --launcher srun --part 3/25   one of them, as each CI run does
 
-With dropout (of a mixture: noise of its router) the killed run and one that is stopped at the same step have
-equal bits; at the same layout also with an uninterrupted run. Without it a run that goes to the other layout
-and back equals the uninterrupted one at shard 4 within 1e-9 in fp64: losses, norms and exported weights. Each
-step is there once. The pairs with expert ranks train a Mixtral. A difference leaves its folder.
+With dropout (of a mixture: noise of its router) the killed run and one of forked ranks that is stopped at the
+same step have equal bits; at the same layout also with an uninterrupted run. Without it a run that goes to
+the other layout and back equals the uninterrupted one at shard 4 within 1e-9 in fp64: losses, norms and
+exported weights. Each step is there once. The pairs with expert ranks train a Mixtral. A difference leaves
+its folder.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Runs:
         step = killed.newest_sealed()
         killed.live(there, (RANKS, layouts[second]))
         stopped.live(other=(RANKS, f"{layouts[first]} --train.stop_after {step}"))
-        stopped.live(there, (RANKS, layouts[second]))
+        stopped.live(other=(RANKS, layouts[second]))
         killed.check_end(stopped.read())
         if first == second:
             killed.check_end(self.whole(noisy, first).read())
