@@ -102,7 +102,7 @@ NOT_RUN = {
     r"torchrun --nproc_per_node=2 train.py --data.name pictures": "needs pictures: tests/data/test_folder.py",
     r"python -m fsdp\.tokenize": "needs a tokenizer and a corpus: tests/tokenize/test_shards.py runs it",
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
-    r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
+    r"python -m fsdp\.plan --config recipes/(llama|experts)": "tests/plan/test_recipes.py plans every recipe",
     r"python -m fsdp\.checkpoint RUN export --ema": "needs a run with --optim.ema: tests/optim/test_ema.py",
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",

@@ -22,7 +22,11 @@ ROW = re.compile(
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(one, marks=[pytest.mark.long] if one.stem not in ("digits", "mixture") else [])
+        pytest.param(
+            one,
+            marks=[pytest.mark.long] * (one.stem not in ("digits", "mixture"))
+            + [pytest.mark.needs("transformers")] * (one.stem == "experts"),
+        )
         for one in RECIPES
     ],
     ids=lambda path: path.stem,
