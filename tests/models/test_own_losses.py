@@ -160,7 +160,8 @@ def test_a_mixture_trains_its_router_s_loss_both_ways(
     for exact, bound in ((True, 1e-10), (False, 1e-6)):
         words = of_mixture(name, way, exact=exact)
         expected = plain(words, mixture_part(way), ranks)
-        for finished in unbroken_and_resumed(ranks, tmp_path / str(exact), words):
+        folder = tmp_path / str(exact)
+        for finished in unbroken_and_resumed(ranks, folder, words) if exact else [run(ranks, folder, words)]:
             check(finished, expected, bound)
             steps = [record for record in finished.records if "grad_norm" in record]
             assert all(record["aux_loss"] > 0.1 for record in steps)
