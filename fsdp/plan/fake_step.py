@@ -15,6 +15,7 @@ keeps more than the compiled one. Not here: what a trace means.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -341,7 +342,8 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
     if ask.sizes.context > 1:
         apply_context(model, subject.spec.name, ask.sizes, job.dtypes.param)
         subject = part_of(subject, ask.sizes, ask.rank, loss_function)
-    exchange = even_exchange() if ask.sizes.expert > 1 else contextlib.nullcontext()
+    mixture = ask.sizes.expert > 1 and "transformers" in sys.modules
+    exchange = even_exchange() if mixture else contextlib.nullcontext()
     with fake_world(ask.sizes, ask.rank) as mesh, in_place[0], in_place[1], exchange:
         sharded = shard_model(model, job, mesh)
         loss_function.vocabulary = sharded.vocabulary
