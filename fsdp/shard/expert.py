@@ -75,9 +75,9 @@ def apply_dispatch(
     """Divides the experts of a plain meta model. `mesh` is the view "experts"; `tensor` that of the ranks
     which have the same tokens, None if each has its own.
     """
+    plan, axis = dispatch_of(model, sizes), mesh["expert"]
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    plan, axis = dispatch_of(model, sizes), mesh["expert"]
     modules = [model.get_submodule(name) for name, style in plan.items() if style == DISPATCHED]
     counts = [len(next(module.parameters())) for module in modules]
     alone: Any = SimpleNamespace(size=lambda: 1, get_group=axis.get_group)  # a rank's own mesh has no group
