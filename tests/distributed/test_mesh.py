@@ -4,6 +4,10 @@ of why not. From a rank to its place on each axis.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import init_fake_group
 from fsdp.config import MeshSection, TrainSection
+from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import (
     BatchPlan,
     DataRank,
@@ -22,6 +27,8 @@ from fsdp.distributed.mesh import (
     plan_batch,
     resolve,
 )
+from tests.support.runs import on_a_rank
+from tests.support.world import run_world
 
 
 @pytest.mark.parametrize(
@@ -137,3 +144,28 @@ def test_a_rank_has_a_place_on_each_axis_and_a_group_in_each_view() -> None:
     finally:
         dist.destroy_process_group()
     assert groups == OF_RANK_5
+
+
+def warnings_of(env: DistEnv, words: list[str]) -> list[str]:
+    """Of a run whose ranks are a node each."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp.run.build").addHandler(handler)
+    try:
+        assert on_a_rank(replace(env, local_rank=0, local_world_size=1, num_nodes=2), words) is None
+    finally:
+        logging.getLogger("fsdp.run.build").removeHandler(handler)
+    return said
+
+
+def test_an_axis_beyond_a_node_is_warned_of_once(tmp_path: Path) -> None:
+    words = ["--config", "recipes/text.toml", "--train.steps", "1", "--train.eval_samples", "8"]
+    words += ["--watch.enabled", "false", "--run.dir", str(tmp_path / "run"), "--mesh.tensor", "2"]
+    first, second = run_world(2, warnings_of, words)
+    assert [line for line in first if "beyond the 1 ranks of a node" in line] == [
+        "replicate 1 × shard 1 × tensor 2 = 2 ranks: context × tensor goes beyond the 1 ranks of a node, so "
+        "that every layer waits for the network between nodes. "
+        "HINT: --mesh.tensor 1 --mesh.context 1 --mesh.shard 0"
+    ]
+    assert second == []

@@ -15,7 +15,9 @@ from fsdp.plan.__main__ import main
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 ROW = re.compile(
-    r"^(?:# )? +(?P<mesh>\d+×\d+) .* (?P<peak>\d+\.\d) +(?P<fits>yes|no) +(?P<step>\d+\.\d{3}) ", re.MULTILINE
+    r"^(?:# )? +(?P<mesh>\d+×\d+( [a-z]+ \d+)*) .* (?P<peak>\d+\.\d) +(?P<fits>yes|no) +"
+    r"(?P<step>\d+\.\d{3}) ",
+    re.MULTILINE,
 )
 
 
