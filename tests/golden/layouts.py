@@ -6,8 +6,8 @@
 With dropout (of a mixture: noise of its router) the killed run and one of forked ranks that is stopped at the
 same step have equal bits; at the same layout also with an uninterrupted run. Without it a run that goes to
 the other layout and back equals the uninterrupted one at shard 4 within 1e-9 in fp64: losses, norms and
-exported weights. Each step is there once. The pairs with expert ranks train a Mixtral. A difference leaves
-its folder.
+exported weights. The launcher starts what goes on at the other layout. Each step is there once. The pairs
+with expert ranks train a Mixtral. A difference leaves its folder.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Runs:
             return
         exact = self._chain(f"{name}-exact", f"{model} 0.0")
         for stop, layout in ((7, first), (13, second), (0, first)):
-            exact.live(there, (RANKS, f"{layouts[layout]} --train.stop_after {stop}"))
+            launcher = there if layout == second else FORKED_RANKS
+            exact.live(launcher, (RANKS, f"{layouts[layout]} --train.stop_after {stop}"))
         whole = self.whole(f"{model} 0.0", "shard 4")
         if text := difference(values_of(exact.run_dir), values_of(whole.run_dir)):
             raise Violation(text)
