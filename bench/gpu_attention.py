@@ -64,7 +64,7 @@ def times_of(device: torch.device, shape: tuple[int, ...]) -> dict[str, float]:
             check_attention(speed, device)
             with attention_kernel(speed):
                 found = gradients(*halves)
-                times[name] = _milliseconds(lambda: gradients(*halves), device)
+                times[name] = milliseconds(lambda: gradients(*halves), device)
         except ConfigError:
             continue  # not installed, or a kernel of another device
         except RuntimeError as error:
@@ -77,7 +77,7 @@ def times_of(device: torch.device, shape: tuple[int, ...]) -> dict[str, float]:
     return times
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+def milliseconds(call: Callable[[], object], device: torch.device, times: int = TIMES) -> float:
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -85,7 +85,7 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     wait()
     began = time.perf_counter()
-    for _ in range(TIMES):
+    for _ in range(times):
         call()
     wait()
-    return 1e3 * (time.perf_counter() - began) / TIMES
+    return 1e3 * (time.perf_counter() - began) / times

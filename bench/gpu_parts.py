@@ -92,6 +92,18 @@ def attention(bench: Bench) -> Figures:
     return gpu_attention.attention(bench)
 
 
+def packed(bench: Bench) -> Figures:
+    from bench import gpu_axes
+
+    return gpu_axes.packed(bench)
+
+
+def axes(bench: Bench) -> Figures:
+    from bench import gpu_axes
+
+    return gpu_axes.axes(bench)
+
+
 def repeatable(bench: Bench) -> tuple[str, ...]:
     """Flags of runs that are compared to the bit: attention's backward on CUDA sums in any order."""
     return ("--watch.deterministic", "true") if bench.cuda else ()
@@ -484,6 +496,7 @@ PARTS = tuple(Part(*part) for part in (
     ("reductions", "two ranks on one device: shards' sums have the norm of replicas' means", 300, reductions),
     ("meshes", "two ranks as 2 × 1 and 1 × 2, one killed, go on as one: the losses of one rank, to 1e-4", 400,
      other_counts),
+    ("axes", "two ranks at context, tensor and expert 2: losses of one process, to 1%", 400, axes),
     ("profile", "a profile's pages and the report are written", 200, profile),
     ("mfu-124m", "124M: 95% of a bare loop's throughput, all of a whole compile's without FSDP", 260,
      partial(throughput, work="124m-cuda", names=("bare", "whole", "bare-loss", "accelerate", "fabric")),
@@ -505,6 +518,7 @@ PARTS = tuple(Part(*part) for part in (
      fake_ranks, True),
     ("attention", "each kernel's gradients, to 2%; auto's time is at most 1.2 of the fastest's", 120,
      attention, True),
+    ("packed", "packed rows of 8k and 32k tokens by varlen and by a mask: equal losses", 120, packed, True),
     ("save-cost", "a save beside dcp.save and dcp.async_save, and beside a plain file's rate", 240,
      save_cost, True),
     ("doctor", "python -m fsdp.doctor finds the machine fit", 160, doctor, True),

@@ -1,0 +1,118 @@
+"""Parts of bench.gpu: packed rows by documents beside a mask, two ranks of each axis beside one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from itertools import accumulate, cycle, takewhile
+
+import torch
+
+from bench.gpu_attention import milliseconds
+from bench.gpu_runs import QUIET, ROOT, Bench, Figures, apart, need
+from bench.gpu_two_ranks import both
+
+LLAMA = ROOT / "bench/peers/llama-1.1b"
+LENGTHS = (8192, 32768)
+DOCUMENTS = (3000, 700, 5200, 1500, 90)
+"""Tokens of the documents in a row, over and over."""
+ROUNDED = {"loss": 1e-2, "grad_norm": 5e-2}
+"""Bounds of bf16's rounding; a wrong sum or mask is off by far more."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A forward and a backward."""
+
+    loss: float
+    grad_norm: float
+    ms: float
+    gib: float
+
+
+def packed(bench: Bench) -> Figures:
+    """The attention of packed rows in a model of transformers by varlen, and by the mask that stands for it
+    where a flag names another kernel.
+    """
+    from fsdp.base.torch_private import prepare_torchvision
+    from fsdp.models.hf import attend_documents
+
+    prepare_torchvision()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 4, "vocab_size": 4096} if bench.cuda else {
+        "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}  # fmt: skip
+    config = AutoConfig.from_pretrained(LLAMA, **sizes, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(bench.device)
+    fault = attend_documents(model, torch.bfloat16)
+    need(not fault, f"the model keeps its own attention: {fault}")
+    figures: dict[str, str] = {}
+    for length in LENGTHS if bench.cuda else (128,):
+        varlen, mask = (_packed(bench, model, length, flash) for flash in (True, False))
+        off = {name: apart([getattr(varlen, name)], [getattr(mask, name)]) for name in ROUNDED}
+        need(all(off[name] < bound for name, bound in ROUNDED.items()), f"{length} tokens are off by {off}")
+        for name, one in (("varlen", varlen), ("mask", mask)):
+            figures[f"{length} tokens by {name}"] = f"{one.ms:.3g} ms, {one.gib:.3g} GiB"
+        figures[f"{length} tokens, losses apart"] = f"{off['loss']:.1e}"
+    bench.need_cuda(f"no varlen kernel, masks twice {figures}")
+    return figures
+
+
+def _packed(bench: Bench, model: torch.nn.Module, length: int, flash: bool) -> Packed:
+    ends = [*takewhile(lambda end: end < length, accumulate(cycle(DOCUMENTS))), length]
+    rows = torch.cat([torch.arange(b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(64, (1, length), generator=drawn).to(bench.device)
+    positions, losses = rows[None].to(bench.device), list[float]()
+
+    def call() -> None:
+        model.zero_grad()
+        loss = model(tokens, position_ids=positions, labels=tokens).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if bench.cuda else 0
+    torch.backends.cuda.enable_flash_sdp(flash)
+    try:
+        ms = milliseconds(call, torch.device(bench.device), times=3)
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    peak = torch.cuda.max_memory_allocated() - before if bench.cuda else 0
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return Packed(losses[-1], float(norm), ms, peak / 2**30)
+
+
+# ---------------------------------------------------------------- two ranks
+
+SMALL = (
+    "--model.weights none --model.args.hidden_size 256 --model.args.num_hidden_layers 2 "
+    "--model.args.num_attention_heads 4 --model.args.num_key_value_heads 2 --model.args.vocab_size 512 "
+    "--model.args.intermediate_size 256 --data.seq_len 256 --train.global_batch 8 "
+    "--train.steps 8 --optim.warmup_steps 0 --precision.param bf16 --speed.compile false"
+)
+MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
+           "num_experts_per_tok": 2, "output_router_logits": True, "use_cache": False}  # fmt: skip
+
+
+def axes(bench: Bench) -> Figures:
+    """Losses and norms of packed rows at context, tensor and expert 2, and of one process."""
+    words, texts, mixture = random.Random(0), bench.folder / "texts.jsonl", bench.folder / "mixture"
+    texts.write_text("".join(
+        json.dumps({"text": " ".join(words.choices(("one", "two", "three", "four"), k=words.randint(9, 90)))})
+        + "\n" for _ in range(300)))  # fmt: skip
+    mixture.mkdir()
+    (mixture / "config.json").write_text(json.dumps(MIXTURE))
+    found: dict[str, float] = {}
+    for folder, names in ((LLAMA, ("context", "tensor")), (mixture, ("expert",))):
+        flags = (*QUIET, *SMALL.split(), "--model.name", f"hf:{folder}", "--data.name", str(texts))
+        alone = bench.trained(f"alone-{folder.name}", *flags).records()
+        for name in names:
+            ran = both(bench, name, *flags, f"--mesh.{name}", "2").records()
+            for field, bound in ROUNDED.items():
+                pairs = [[one[field] for one in records] for records in (ran, alone)]
+                found[f"{name}, {field} apart"] = off = apart(*pairs)
+                need(off < bound, f"{name} 2: {field} is not that of one process: {found}")
+    return found
