@@ -72,6 +72,7 @@ def _packed(bench: Bench, model: torch.nn.Module, length: int, flash: bool) -> P
         loss.backward()
         losses.append(float(loss.detach()))
 
+    model.zero_grad()  # those of the form before would count as there
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if bench.cuda else 0

@@ -467,7 +467,8 @@ def profile(bench: Bench) -> Figures:
     on = ("--profile.memory", "true", "--profile.trace", "true", "--profile.steps", "3:4")
     ran = bench.trained("profile", *MODEL, *QUIET, *ALONE, "--train.steps", "6", *on)
     files = sorted(path.name for path in (ran.run / "profile").iterdir())
-    need(any(name.endswith("memory.json") for name in files), f"no account among {files}")
+    account = "memory_snapshot.pickle" if bench.cuda else "memory.json"
+    need(any(name.endswith(account) for name in files), f"no {account} among {files}")
     report: Ran = bench.tool("fsdp.report", str(ran.run))
     need(report.code == 0, report.end())
     return {"files": len(files)}

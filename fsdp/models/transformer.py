@@ -75,9 +75,10 @@ class Rotary:
 def joins(x: Tensor, *layers: nn.Linear) -> bool:
     """Whether the layers' products of x are one. It reads x once, and its backward writes x's gradient once;
     joining the weights for it costs less if x has twice as many tokens as they have rows. A layer that is
-    wrapped, hooked or frozen keeps its own product.
+    wrapped, hooked or frozen keeps its own product, and so does each where no gradient is asked for: there is
+    nothing to join in backward, and torch 2.11 cannot compile the function.
     """
-    if not x.is_cuda or torch.is_autocast_enabled("cuda"):
+    if not x.is_cuda or not torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
         return False
     rows = sum(layer.out_features for layer in layers)
     return x.numel() >= 2 * rows * x.shape[-1] and all(

@@ -449,10 +449,10 @@ def test_functional_collectives_are_waited_for_by_one_attribute() -> None:
         ONE_RANK
         + "import torch\nmodule = private.functional_collectives()\nwait, waits = module.wait_tensor, []\n"
         "module.wait_tensor = lambda tensor: waits.append(1) or wait(tensor)\n"
-        "x = torch.ones(2, requires_grad=True)\n"
-        "module.all_to_all_single_autograd(x, [2], [2], dist.group.WORLD).sum().backward()\nprint(len(waits))"
+        "module.all_to_all_single_autograd(torch.ones(2), [2], [2], dist.group.WORLD).sum()\nprint(len(waits))"
     )
-    holds(said == "2", "private.functional_collectives", f"{said} waits of a forward and a backward")
+    # Of a forward: torch 2.11 waits for the exchange of its backward in C++.
+    holds(said == "1", "private.functional_collectives", f"{said} waits of an exchange")
 
 
 @pytest.mark.long

@@ -218,6 +218,8 @@ def test_products_of_one_input_are_joined(ranks: int) -> None:
 def test_layers_that_are_hooked_or_frozen_are_not_joined() -> None:
     layers, x = [torch.nn.Linear(8, 4) for _ in range(2)], torch.ones(16, 8)
     assert transformer.joins(x, *layers)
+    with torch.no_grad():  # an evaluation
+        assert not transformer.joins(x, *layers)
     assert not transformer.joins(x, *layers, *layers)  # rows enough for the weights alone to cost more
     layers[0].register_forward_hook(lambda *_: None)
     assert not transformer.joins(x, *layers)
