@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 from itertools import accumulate, cycle, takewhile
+from typing import Any
 
 import torch
 
@@ -21,16 +21,6 @@ ROUNDED = {"loss": 1e-2, "grad_norm": 5e-2}
 """Bounds of bf16's rounding; a wrong sum or mask is off by far more."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A forward and a backward."""
-
-    loss: float
-    grad_norm: float
-    ms: float
-    gib: float
-
-
 def packed(bench: Bench) -> Figures:
     """The attention of packed rows in a model of transformers by varlen, and by the mask that stands for it
     where a flag names another kernel.
@@ -41,30 +31,30 @@ def packed(bench: Bench) -> Figures:
     prepare_torchvision()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"num_hidden_layers": 4, "vocab_size": 4096} if bench.cuda else {
-        "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}  # fmt: skip
-    config = AutoConfig.from_pretrained(LLAMA, **sizes, attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(LLAMA, num_hidden_layers=4, vocab_size=4096)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(bench.device)
     fault = attend_documents(model, torch.bfloat16)
     need(not fault, f"the model keeps its own attention: {fault}")
     figures: dict[str, str] = {}
     for length in LENGTHS if bench.cuda else (128,):
-        varlen, mask = (_packed(bench, model, length, flash) for flash in (True, False))
-        off = {name: apart([getattr(varlen, name)], [getattr(mask, name)]) for name in ROUNDED}
-        need(all(off[name] < bound for name, bound in ROUNDED.items()), f"{length} tokens are off by {off}")
-        for name, one in (("varlen", varlen), ("mask", mask)):
-            figures[f"{length} tokens by {name}"] = f"{one.ms:.3g} ms, {one.gib:.3g} GiB"
-        figures[f"{length} tokens, losses apart"] = f"{off['loss']:.1e}"
+        found = {}
+        for name in ("varlen", "mask"):
+            found[name], ms, gib = _packed(bench, model, length, flash=name == "varlen")
+            figures[f"{length} tokens by {name}"] = f"{ms:.3g} ms, {gib:.3g} GiB"
+        for of, ours, theirs in zip(ROUNDED, found["varlen"], found["mask"], strict=True):
+            off = apart([ours], [theirs])
+            figures[f"{length} tokens, {of} apart"] = f"{off:.1e}"
+            need(off < ROUNDED[of], f"varlen is not the mask: {figures}")
     bench.need_cuda(f"no varlen kernel, masks twice {figures}")
     return figures
 
 
-def _packed(bench: Bench, model: torch.nn.Module, length: int, flash: bool) -> Packed:
+def _packed(bench: Bench, model: Any, length: int, *, flash: bool) -> tuple[list[float], float, float]:
+    """Loss and norm of the gradients; milliseconds of a forward and a backward, and their GiB."""
     ends = [*takewhile(lambda end: end < length, accumulate(cycle(DOCUMENTS))), length]
-    rows = torch.cat([torch.arange(b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
-    drawn = torch.Generator().manual_seed(0)
-    tokens = torch.randint(64, (1, length), generator=drawn).to(bench.device)
-    positions, losses = rows[None].to(bench.device), list[float]()
+    positions = torch.cat([torch.arange(b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
+    tokens = torch.randint(64, (1, length), generator=torch.Generator().manual_seed(0)).to(bench.device)
+    positions, losses = positions[None].to(bench.device), list[float]()
 
     def call() -> None:
         model.zero_grad()
@@ -72,10 +62,10 @@ def _packed(bench: Bench, model: torch.nn.Module, length: int, flash: bool) -> P
         loss.backward()
         losses.append(float(loss.detach()))
 
-    model.zero_grad()  # those of the form before would count as there
+    model.zero_grad()  # else gradients of the call before would count as there
+    before = torch.cuda.memory_allocated() if bench.cuda else 0
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if bench.cuda else 0
     torch.backends.cuda.enable_flash_sdp(flash)
     try:
         ms = milliseconds(call, torch.device(bench.device), times=3)
@@ -83,7 +73,7 @@ def _packed(bench: Bench, model: torch.nn.Module, length: int, flash: bool) -> P
         torch.backends.cuda.enable_flash_sdp(True)
     peak = torch.cuda.max_memory_allocated() - before if bench.cuda else 0
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return Packed(losses[-1], float(norm), ms, peak / 2**30)
+    return [losses[-1], float(norm)], ms, peak / 2**30
 
 
 # ---------------------------------------------------------------- two ranks
@@ -101,9 +91,8 @@ MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "nu
 def axes(bench: Bench) -> Figures:
     """Losses and norms of packed rows at context, tensor and expert 2, and of one process."""
     words, texts, mixture = random.Random(0), bench.folder / "texts.jsonl", bench.folder / "mixture"
-    texts.write_text("".join(
-        json.dumps({"text": " ".join(words.choices(("one", "two", "three", "four"), k=words.randint(9, 90)))})
-        + "\n" for _ in range(300)))  # fmt: skip
+    documents = [words.choices(("one", "two", "three"), k=words.randint(9, 90)) for _ in range(300)]
+    texts.write_text("".join(json.dumps({"text": " ".join(each)}) + "\n" for each in documents))
     mixture.mkdir()
     (mixture / "config.json").write_text(json.dumps(MIXTURE))
     found: dict[str, float] = {}
@@ -113,7 +102,7 @@ def axes(bench: Bench) -> Figures:
         for name in names:
             ran = both(bench, name, *flags, f"--mesh.{name}", "2").records()
             for field, bound in ROUNDED.items():
-                pairs = [[one[field] for one in records] for records in (ran, alone)]
-                found[f"{name}, {field} apart"] = off = apart(*pairs)
+                off = apart(*([one[field] for one in records] for records in (ran, alone)))
+                found[f"{name}, {field} apart"] = off
                 need(off < bound, f"{name} 2: {field} is not that of one process: {found}")
     return found

@@ -6,6 +6,7 @@ limits, the table, the files of results (gpu.py).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -29,7 +30,7 @@ from bench.gpu_runs import (
     kill_after_save,
     need,
 )
-from bench.gpu_two_ranks import lost_ranks, other_counts, reductions, timed_out
+from bench.gpu_two_ranks import lost_ranks, other_counts, timed_out
 from bench.peers.roster import ROSTER
 
 
@@ -86,22 +87,14 @@ def no_home(bench: Bench) -> Figures:
     return {"files of kernels": sum(1 for path in kernels.rglob("*") if path.is_file())}
 
 
-def attention(bench: Bench) -> Figures:
-    from bench import gpu_attention  # torch, which most parts leave to the processes that they start
+def later(module: str, name: str) -> Callable[[Bench], Figures]:
+    """A part whose module imports torch, which most leave to the processes that they start."""
 
-    return gpu_attention.attention(bench)
+    def run(bench: Bench) -> Figures:
+        figures: Figures = getattr(importlib.import_module(module), name)(bench)
+        return figures
 
-
-def packed(bench: Bench) -> Figures:
-    from bench import gpu_axes
-
-    return gpu_axes.packed(bench)
-
-
-def axes(bench: Bench) -> Figures:
-    from bench import gpu_axes
-
-    return gpu_axes.axes(bench)
+    return run
 
 
 def repeatable(bench: Bench) -> tuple[str, ...]:
@@ -393,18 +386,10 @@ def throughput(bench: Bench, work: str, names: tuple[str, ...]) -> Figures:
         there, without = _with_room(there, work)
         figures |= dict.fromkeys(without, "left out, the device's memory holds no more")
     bars = {ROSTER[name].label: bar for name, bar in BARS[work].items()}
-    on = (
-        "bench.train",
-        "--work",
-        work if bench.cuda else ON_CPU[work],
-        "--ranks",
-        "1",
-        "--only",
-        ",".join(there),
-    )
+    on = f"bench.train --ranks 1 --work {work if bench.cuda else ON_CPU[work]} --only".split()
     rounds = ("--no-memory", "--rounds", "6" if bench.cuda else "2", "--short")
     # Those that are installed are taken as they are: pip would wait for a network.
-    ran = bench.tool(*on, *rounds, limit_s=240, PIP_NO_INDEX="1")
+    ran = bench.tool(*on, ",".join(there), *rounds, limit_s=240, PIP_NO_INDEX="1")
     need(ran.code == 0, ran.end())
     behind = []
     for line in ran.text.splitlines():
@@ -494,18 +479,18 @@ PARTS = tuple(Part(*part) for part in (
     ("float8", "float8 losses are bf16's, to 8%", 300, float8),
     ("two-ranks", "two ranks on one device: both end when one raises or stalls", 400, lost_ranks),
     ("time-outs", "two ranks: --run.process_group_timeout_s ends a wait in a mesh's group", 200, timed_out),
-    ("reductions", "two ranks on one device: shards' sums have the norm of replicas' means", 300, reductions),
     ("meshes", "two ranks as 2 × 1 and 1 × 2, one killed, go on as one: the losses of one rank, to 1e-4", 400,
      other_counts),
-    ("axes", "two ranks at context, tensor and expert 2: losses of one process, to 1%", 400, axes),
+    ("axes", "two ranks at context, tensor and expert 2: losses of one process, to 1%", 400,
+     later("bench.gpu_axes", "axes")),
     ("profile", "a profile's pages and the report are written", 200, profile),
     ("mfu-124m", "124M: 95% of a bare loop's throughput, all of a whole compile's without FSDP", 260,
      partial(throughput, work="124m-cuda", names=("bare", "whole", "bare-loss", "accelerate", "fabric")),
      True),
     ("mfu-1b", "1B, 4 × 2048: 95% of a bare loop's throughput, 99% of a whole compile's without FSDP", 260,
-     partial(throughput, work="1b-cuda", names=("bare", "whole")), True),
+     partial(throughput, work="1b-cuda", names=("bare", "whole", "bare-loss")), True),
     ("mfu-1b8", "1B, 8 × 2048: 99% of a whole compile's throughput without FSDP", 260,
-     partial(throughput, work="1b8-cuda", names=("whole",)), True),
+     partial(throughput, work="1b8-cuda", names=("whole", "bare-loss")), True),
     ("mfu-hf", "Hugging Face Llama, 1.1B, 8 × 2048: 99% of a whole compile's throughput without FSDP", 300,
      partial(throughput, work="hf-cuda", names=("whole",)), True),
     ("fp8-1b", "1B, 4 × 2048: what --speed.float8 tensorwise gains", 300,
@@ -518,13 +503,10 @@ PARTS = tuple(Part(*part) for part in (
     ("fake-ranks", "a rank of 8 to 512 of 8B, of 64 of 70B: bytes beside the plan, host time of a step", 300,
      fake_ranks, True),
     ("attention", "each kernel's gradients, to 2%; auto's time is at most 1.2 of the fastest's", 120,
-     attention, True),
-    ("packed", "packed rows of 8k and 32k tokens by varlen and by a mask: equal losses", 120, packed, True),
+     later("bench.gpu_attention", "attention"), True),
+    ("packed", "packed rows of 8k and 32k tokens by varlen and by a mask: equal losses", 120,
+     later("bench.gpu_axes", "packed"), True),
     ("save-cost", "a save beside dcp.save and dcp.async_save, and beside a plain file's rate", 240,
      save_cost, True),
     ("doctor", "python -m fsdp.doctor finds the machine fit", 160, doctor, True),
-    ("loss-1b", "1B, 4 × 2048: beside a bare loop with a compiled loss", 200,
-     partial(throughput, work="1b-cuda", names=("bare-loss",)), True),
-    ("loss-1b8", "1B, 8 × 2048: beside a bare loop with a compiled loss", 200,
-     partial(throughput, work="1b8-cuda", names=("bare-loss",)), True),
 ))  # fmt: skip

@@ -110,12 +110,7 @@ class Bench:
         return ran
 
     def ranks(
-        self,
-        name: str,
-        *flags: str,
-        limit_s: float = 120,
-        wait_for: int | None = None,
-        killed: bool = False,
+        self, name: str, *flags: str, limit_s: float = 120, wait_for: int | None = None, killed: bool = False
     ) -> list[Ran]:
         """Two ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node.
         Waits for the first `wait_for` of them, or for all, and ends the others; kills the last of `killed`

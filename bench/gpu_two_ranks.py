@@ -24,22 +24,6 @@ TWO = (*VECTORS, *QUIET, "--speed.compile", "false", "--train.steps", "8")
 """Flags of two ranks."""
 
 
-def reductions(bench: Bench) -> Figures:
-    """One shard's gradients are averaged over the replicas, those of more shards summed."""
-    data = ("--data.name", "bench.gpu_data:raising", "--data.args.at", "-1", "--watch.enabled", "false")
-    flags = (*TWO, *data, "--precision.param", "bf16", "--precision.reduce", "bf16")
-    norms = {
-        name: [one["grad_norm"] for one in both(bench, name, *flags, *more).records()]
-        for name, more in {
-            "plain": (),
-            "averaged": ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"),
-        }.items()
-    }
-    found = {f"norms, {name}": apart(norms[name], norms["plain"]) for name in ("averaged",)}
-    need(max(found.values()) < 2e-2, f"gradient norms differ: {found}")
-    return found
-
-
 def other_counts(bench: Bench) -> Figures:
     """Rank 1 is killed after a save, which ends rank 0; one rank continues the run."""
     exact = ("--precision.param", "fp32", "--run.matmul_precision", "highest", "--train.steps", "300")

@@ -6,14 +6,12 @@
                                            one rank, --rank, of recipes/llama-8b.toml and of a 70B model in a
                                            fake process group of so many: collectives do nothing, all else is
                                            real
-    python -m bench.plan_cuda --then       needs no device: the 8 cases whose plans were measured on an H100,
-                                           planned then (results/plan_then.json) and now, into plan_then.md
 
 max_memory_allocated is compared with the plan's tensors, max_memory_reserved with the plan's reserved memory.
 cuBLAS's workspaces are part of the counters and not of a plan: they are made small, unless the environment
-sets them. Results, with planned minus measured bytes of each run: plan_cuda.json and plan_cuda.md under
---results, of --worlds plan_worlds.*. Host seconds: what train_step takes to return, without the device's;
-waits: how often the host waits for the device meanwhile, as torch counts it.
+sets them. Results: plan_cuda.json and plan_cuda.md under --results, of --worlds plan_worlds.*. Host seconds:
+what train_step takes to return, without the device's; waits: how often the host waits for the device
+meanwhile, as torch counts it.
 """
 
 from __future__ import annotations
@@ -67,12 +65,6 @@ class Row:
     measured: Peaks
     host_s: float
     waits: int
-
-    @property
-    def off(self) -> dict[str, float]:
-        """Planned minus measured."""
-        pairs = zip(asdict(self.planned).items(), asdict(self.measured).values(), strict=True)
-        return {name: planned - measured for (name, planned), measured in pairs}
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -183,23 +175,6 @@ def table(rows: list[Row], where: str) -> list[str]:
     return lines
 
 
-def then_and_now() -> str:
-    """The device's bytes were not kept, only its errors: what is implied for now holds if its worst case, or
-    its median, is that of the plans' change.
-    """
-    then = json.loads((RESULTS / "plan_then.json").read_text(encoding="utf-8"))
-    lines, above = list(then["head"]), dict[str, list[float]](allocated=[], reserved=[])
-    for case, before in zip(draw(random.Random(7), 8), then["planned"], strict=True):
-        now, cells = asdict(planned(case)), [str(case)]
-        for name, change in above.items():
-            change.append(before[name] / now[name] - 1)
-            cells += [f"{before[name] / 2**20:.1f}", f"{now[name] / 2**20:.1f}", f"{change[-1]:+.2%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    figures = [of(change) * 100 for change in above.values() for of in (statistics.median, max)]
-    implied = [(100 + off) / (100 + own) * 100 - 100 for off, own in zip(then["off"], figures, strict=True)]
-    return "\n".join([*lines, then["tail"].format(*figures, *then["off"], *implied)]) + "\n"
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,11 +184,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--worlds", default="", help="models and numbers of ranks, of which one is real")
     parser.add_argument("--rank", type=int, default=0, help="that one")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--then", action="store_true", help="the measured plans of earlier beside today's")
     given = parser.parse_args(argv)
-    if given.then:
-        (given.results / "plan_then.md").write_text(then_and_now(), encoding="utf-8")
-        return 0
     if not torch.cuda.is_available():
         told = "bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU"
         print(told, file=sys.stderr)
@@ -232,8 +203,7 @@ def main(argv: list[str]) -> int:
             print(f"{case}: allocated {allocated:+.2%}, reserved {reserved:+.2%}", flush=True)
     lines = table(rows, f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     print("\n".join(lines))
-    runs = [asdict(row) | {"off": row.off} for row in rows]
-    kept = {"device": torch.cuda.get_device_name(0), "runs": runs}
+    kept = {"device": torch.cuda.get_device_name(0), "runs": [asdict(row) for row in rows]}
     given.results.mkdir(parents=True, exist_ok=True)
     path = given.results / ("plan_worlds.json" if given.worlds else "plan_cuda.json")
     path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

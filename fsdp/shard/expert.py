@@ -27,6 +27,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.distributed.mesh import MeshSizes
 from fsdp.models.units import has_separate_experts
 from fsdp.shard.context import Exchange
+from fsdp.shard.tensor import check_transformers
 
 DISPATCHED, STACKED = "ep_dispatch_experts", "grouped_gemm"
 """Styles of transformers: of a module whose tokens are exchanged, and of its parameters."""
@@ -61,11 +62,7 @@ def dispatch_of(model: nn.Module, sizes: MeshSizes) -> dict[str, str]:
         plan[module_name] = DISPATCHED
     if not plan:
         raise ConfigError(f"{flag}: {kind} has no plan of transformers that divides experts.", hint)
-    try:
-        from transformers.distributed import expert_parallel  # noqa: F401
-    except ImportError:
-        fault = f"{flag}: the installed transformers does not exchange tokens of experts."
-        raise ConfigError(fault, "pip install -U 'transformers>=5.21'") from None
+    check_transformers(flag)
     return plan
 
 

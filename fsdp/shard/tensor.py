@@ -23,6 +23,7 @@ Not here: which part of a tensor a rank holds (fsdp/distributed/boxes.py), FSDP 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import math
 import re
 import warnings
@@ -73,6 +74,14 @@ def one_instead(sizes: MeshSizes) -> str:
     return f"--mesh.tensor 1 --mesh.shard {sizes.shard * sizes.tensor}"
 
 
+def check_transformers(flag: str) -> None:
+    """ConfigError before transformers 5.23, whose functions take plans in another form."""
+    version = importlib.metadata.version("transformers")
+    if tuple(map(int, version.split(".")[:2])) < (5, 23):
+        fault = f"{flag} needs transformers 5.23, which divides its models; {version} is installed."
+        raise ConfigError(fault, "pip install -U 'transformers>=5.23'")
+
+
 def plan_of(model: nn.Module, sizes: MeshSizes) -> dict[str, str]:
     """The styles by the names of modules and parameters that the model has. ConfigError if the model has no
     plan, or one that cannot be followed, or sizes that tensor ranks do not divide. `model` is plain.
@@ -107,6 +116,8 @@ def plan_of(model: nn.Module, sizes: MeshSizes) -> dict[str, str]:
         if style not in (*(STYLES if own else DIMS), SUMMED):
             hint = one_instead(sizes) + (f" --mesh.expert {sizes.tensor}" if "expert" in name else "")
             raise ConfigError(f"{flag}: {kind} divides {name} as {style}, which is not supported.", hint)
+    if not own:
+        check_transformers(flag)
     _check_dropout(model, sizes)
     _check_divided(model, plan, sizes)
     return plan

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import TrainingError
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import WatchSection
 from fsdp.distributed.boxes import local_tensor
@@ -20,7 +21,7 @@ from fsdp.models.transformer import Transformer, TransformerSizes
 from fsdp.run import build
 from fsdp.run.job import prepare, trained_model
 from fsdp.shard.shard import Sharded
-from fsdp.shard.tensor import TensorGradients
+from fsdp.shard.tensor import TensorGradients, check_transformers
 from fsdp.watch.replica_checks import ReplicaChecks
 from tests.support.marks import quick_are
 from tests.support.runs import Finished, failures, run, settings
@@ -194,6 +195,12 @@ def gradients_of_ranks(env: DistEnv) -> tuple[list[float], int, bool]:
     with pytest.raises(TrainingError, match="replicas differ in 1 of"):
         check.compare(2)
     return reduced, held, tied
+
+
+@mock.patch("importlib.metadata.version", mock.Mock(return_value="5.17.0"))
+def test_an_older_transformers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"5\.17\.0 is installed"):
+        check_transformers("--mesh.tensor 2")
 
 
 def test_gradients_of_copies_are_averaged_or_summed_and_drift_is_found() -> None:
