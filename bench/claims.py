@@ -62,7 +62,7 @@ def error_of(act: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------- calls that are printed
 
 
-@claim("OffloadPolicy(offload_type=…), fully_shard(mesh_dim=…) and FileSystemWriter(path).save(…) are calls")
+@claim("OffloadPolicy(offload_type=), fully_shard(mesh_dim=) and FileSystemWriter(path).save() are calls")
 def calls() -> Seen:
     import torch
     from torch.distributed.checkpoint import FileSystemWriter

@@ -449,7 +449,8 @@ def test_functional_collectives_are_waited_for_by_one_attribute() -> None:
         ONE_RANK
         + "import torch\nmodule = private.functional_collectives()\nwait, waits = module.wait_tensor, []\n"
         "module.wait_tensor = lambda tensor: waits.append(1) or wait(tensor)\n"
-        "module.all_to_all_single_autograd(torch.ones(2), [2], [2], dist.group.WORLD).sum()\nprint(len(waits))"
+        "ones = torch.ones(2)\nmodule.all_to_all_single_autograd(ones, [2], [2], dist.group.WORLD).sum()\n"
+        "print(len(waits))"
     )
     # Of a forward: torch 2.11 waits for the exchange of its backward in C++.
     holds(said == "1", "private.functional_collectives", f"{said} waits of an exchange")

@@ -280,11 +280,11 @@ def test_a_newer_format_is_refused_and_left_alone(run_dir: Path) -> None:
     """It may be whole: it is neither set aside nor passed over for an older one."""
     file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
     body = json.loads(file.read_text())["manifest"]
-    text = json.dumps({**body, "format": 3}, sort_keys=True, ensure_ascii=False)
+    text = json.dumps({**body, "format": 4}, sort_keys=True, ensure_ascii=False)
     file.write_text(f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n')
     for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
         assert step is None
-        assert "a checkpoint of step 4 has format 3; this program reads format 2" in said
+        assert "a checkpoint of step 4 has format 4; this program reads format 3" in said
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
         "step-00000002",
         "step-00000004",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.manifest import MANIFEST
+from fsdp.checkpoint.manifest import MANIFEST, decode, encode
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
+from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV
 
+AXES = ("context", "tensor", "expert")
 Spoils = Callable[[Path, pytest.MonkeyPatch], None]
 
 
@@ -38,10 +41,21 @@ def refused(number: int) -> Spoils:
     return spoil
 
 
+def sealed(body: bytes) -> bytes:
+    return b'{"crc32": %10d, "manifest":\n%s}\n' % (crc32(body), body)
+
+
 def newer(folder: Path, _: pytest.MonkeyPatch) -> None:
     body = (folder / MANIFEST).read_bytes().partition(b"\n")[2][:-2]
-    body = body.replace(b'"format": 2', b'"format": 3')
-    (folder / MANIFEST).write_bytes(b'{"crc32": %10d, "manifest":\n%s}\n' % (crc32(body), body))
+    (folder / MANIFEST).write_bytes(sealed(body.replace(b'"format": 3', b'"format": 4')))
+
+
+@pytest.mark.parametrize(("form", "later"), [(2, AXES), (1, (*AXES, "head"))])
+def test_a_manifest_of_an_earlier_format_is_read(form: int, later: tuple[str, ...]) -> None:
+    manifest = a_manifest(shard=4, ranks=4)
+    body = json.loads(encode(manifest).partition(b"\n")[2][:-2]) | {"format": form}
+    earlier = json.dumps({name: value for name, value in body.items() if name not in later})
+    assert decode(sealed(earlier.encode())) == manifest
 
 
 @pytest.fixture
@@ -59,7 +73,7 @@ def run_dir(tmp_path: Path) -> Path:
     [
         (refused(errno.EACCES), "step-00000002 cannot be read: [Errno 13] Permission denied"),
         (refused(errno.ESTALE), "step-00000002 cannot be read: [Errno 116] Stale file handle"),
-        (newer, "a checkpoint of step 2 has format 3; this program reads format 2"),
+        (newer, "a checkpoint of step 2 has format 4; this program reads format 3"),
     ],
 )
 def test_the_others_are_listed_and_pruned(
