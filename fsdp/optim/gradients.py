@@ -24,7 +24,7 @@ from fsdp.base.text import named_ranks
 from fsdp.base.torch_private import foreach_multiply_, foreach_norm
 from fsdp.config import TrainSection
 from fsdp.distributed import collectives
-from fsdp.distributed.boxes import counts_here, local_tensor
+from fsdp.distributed.boxes import counts_here
 from fsdp.optim.optimizer import TrainState
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ class Gradients:
     def _locals(self, parameters: list[nn.Parameter]) -> list[Tensor]:
         local = []
         for parameter in parameters:
-            if parameter.grad is not None:
-                local.append(local_tensor(parameter.grad))
+            if (grad := parameter.grad) is not None:
+                local.append(grad.to_local() if isinstance(grad, DTensor) else grad)
         return local
 
     def _square_sum(self, parameters: list[nn.Parameter]) -> Tensor | None:
