@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,21 @@ def test_axes_are_tried_where_fsdp_alone_does_not_fit(
         name, size = axis.split()
         assert f" {axis} " in printed.splitlines()[3], "the best row"
         assert getattr(load(["--config", str(recipe)]).mesh, name) == int(size)
+
+
+@pytest.mark.long
+@pytest.mark.needs("transformers")
+def test_experts_are_divided_where_fsdp_alone_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is recomputed in backward is computed as in forward: kernels of experts have no fake tensors."""
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    more = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | kind | more))
+    model = [*TRANSFORMERS[:2], "--data.seq_len", "8", "--model.name", f"hf:{tmp_path}", "--model.weights"]
+    words = [*BATCH[:4], "--speed.compile", "false", "--memory.cpu_offload", "false", "--train.global_batch"]
+    fits = ["4", *KNOBS.split(), "--plan.gpus", "4", "--plan.memory_gib", "1.9"]
+    assert main([*model, "none", *words, *fits]) == 0
+    printed = capsys.readouterr().out
+    assert "expert 2: FSDP alone does not fit" in printed
+    assert " expert 2 " in printed.splitlines()[3], "the best row"
