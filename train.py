@@ -11,6 +11,7 @@ override; --dry-run prints the resulting setup and exits. A stopped run resumes 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         if any(word in ("-h", "--help", "--help-all") for word in argv):
             from fsdp.config.command_line import help_asked
 
-            return print_answer(as_typed(help_asked(argv, __doc__ or "") or ""), "train.py")
+            return print_answer(as_typed(help_asked(argv, __doc__ or "", data_args) or ""), "train.py")
         if not prints_shared_errors():
             logging.getLogger(configuration.__name__).setLevel(logging.ERROR)  # all ranks read one recipe
         config = configuration.load([word for word in argv if word != "--dry-run"])
@@ -48,6 +49,16 @@ def main(argv: list[str]) -> int:
         from launch.guard import interrupted
 
         return interrupted("train.py")
+
+
+def data_args(flags: list[str]) -> str:
+    """What --help shows of the data set that the other flags name."""
+    if any(word.startswith(("--data.", "--config")) for word in flags):
+        with contextlib.suppress(ShardrunError):  # of the other flags
+            from fsdp.data.registry import args_help
+
+            return args_help(configuration.load(flags).data)
+    return ""
 
 
 def under_ray(config: Config) -> int:

@@ -121,7 +121,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
         with torch.device("meta"):
             self._model: Any = source.build()
         self._source, self._seed = source, seed
-        self._stored = _open_stored(source)
+        self._stored = open_stored(source)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._stored.items()}
         self._plan = source.plan_names(self._model, shapes)
         self._first = first_names(self._model)
@@ -197,7 +197,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
         return len(self._model.state_dict())
 
 
-def _open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
+def open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
     """The tensors of the folder's safetensors, in one file or in those of an index."""
     folder, flag = source.folder, f"{source.flag}:"
     if (file := newest_export(folder, (SINGLE_FILE, INDEX_FILE))) is not None:

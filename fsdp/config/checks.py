@@ -175,6 +175,8 @@ ROWS: tuple[Row, ...] = (
      "--memory.activation_checkpointing full", _NO_EFFECT),
     ("speed.float8_emulate", "speed.float8", lambda c: c.speed.float8_emulate and c.speed.float8 == "off",
      "--speed.float8 tensorwise", _NO_EFFECT),
+    ("data.validation", "data.args", lambda c: c.data.validation and "heldout" in c.data.args,
+     "leave heldout out of the second", "both select what is held out"),
     ("data.prefetch", "data.workers", lambda c: not c.data.workers and _changed("data.prefetch")(c),
      "--data.workers 1", "threads read ahead"),
     ("model.frozen", "lora.rank", lambda c: c.lora.rank and c.model.frozen,
@@ -275,11 +277,13 @@ def _sources(config: Config) -> Problems:
     if not sources:
         return
     name = "" if data.name == "digits" else data.name  # older runs' config.toml has it
-    for field, value in (("name", name), ("dir", data.dir), ("args", dict(data.args))):
+    given = {"name": name, "dir": data.dir, "args": dict(data.args), "validation": data.validation}
+    for field, value in given.items():
         if value:
+            part = "args = {heldout = 0.05}" if field == "validation" else field
             yield (
                 f"--data.{field} {value} has no effect beside [[data.sources]].",
-                f"--data.sources none, or {field} in the table of the source that it belongs to",
+                f"--data.sources none, or {part} in the table of the source that it belongs to",
             )
     unweighed = [source.label for source in sources if not source.weight]
     if unweighed and len(unweighed) < len(sources):

@@ -227,8 +227,12 @@ def field_docs() -> dict[str, tuple[str, str]]:
     return docs
 
 
-def help_asked(argv: Sequence[str], doc: str) -> str | None:
-    """The text for the first --help or --help-all in `argv`, under `doc`; None if there is none."""
+def help_asked(
+    argv: Sequence[str], doc: str, data_args: Callable[[list[str]], str] = lambda flags: ""
+) -> str | None:
+    """The text for the first --help or --help-all in `argv`, under `doc`; None if there is none. What
+    `data_args` gives for the other flags follows it.
+    """
     at = next((index for index, word in enumerate(argv) if word in HELP_FLAGS), None)
     if at is None:
         return None
@@ -239,7 +243,8 @@ def help_asked(argv: Sequence[str], doc: str) -> str | None:
             nearest(section, SECTIONS, f"{argv[at]} {{}}", argv[at]),
         )
     text = all_fields if argv[at] == "--help-all" or section in _RARE else common_fields
-    return text(section) if section else f"{doc.strip()}\n\n{text()}"
+    more = data_args([*argv[:at], *argv[at + 1 + bool(section) :]]) if section in ("", "data") else ""
+    return (text(section) if section else f"{doc.strip()}\n\n{text()}") + more
 
 
 def common_fields(section: str = "") -> str:

@@ -38,6 +38,7 @@ from fsdp.config.sections import (
     MixedSource,
     default_label,
     exists,
+    expanded,
     flatten,
 )
 from fsdp.config.write import REMOVED
@@ -60,9 +61,22 @@ def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Con
             _set(values, name, value)
     for name, value in [*((n, v) for n, v in flags if n != "config"), *(overrides or {}).items()]:
         _set(values, name, value)
+    path = evaluated_path(dict(flags))
+    if path and values.get("train.evaluate_only"):
+        args = {name: value for name, value in values.get("data.args", {}).items() if name != "heldout"}
+        values |= {"data.validation": path, "data.args": args}
     config: Config = _build(Config, values)
     check(config)
     return config
+
+
+def evaluated_path(flags: Mapping[str, str]) -> str:
+    """The data that a command line names by a path: with --train.evaluate_only all of them are evaluated.
+    Empty without one, and beside a flag that says what is held out.
+    """
+    path = flags.get("data.dir") or flags.get("data.name", "")
+    named = path.startswith("hf:") or exists(expanded(path)) or any(sign in path for sign in "*?[")
+    return path if path and named and not flags.keys() & {"data.validation", "data.args.heldout"} else ""
 
 
 def replace(config: Config, **changes: Any) -> Config:

@@ -256,7 +256,14 @@ class DataSection:
     seq_len: int = knob(256, unit="tokens", low=1, common=True)
     """tokens per sample, for text, tokens and documents"""
     args: Args = knob({}, common=True)
-    """keyword arguments of the data set"""
+    """keyword arguments; --data.name X --help lists them"""
+    validation: str = knob("", common=True)
+    """held-out FILE, or a share as in 0.05
+
+    A file, folder or pattern is read as those of --data.name, and evaluated whole; of hf:NAME it may be
+    another split. Empty: the files named after another split, else a part of the data. With
+    --train.evaluate_only a path that the command line has as --data.name or --data.dir is evaluated whole.
+    """
     sources: tuple[MixedSource, ...] = knob((), common=True)
     """data sets mixed into one order: FILE.toml with [[data.sources]]
 

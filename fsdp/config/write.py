@@ -112,7 +112,7 @@ TRAINED = ("speed.float8", "watch.deterministic")
 ADDED_LATER = (
     "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "precision.frozen", "data.sources",
     "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr",
-    "optim.muon_parameters", "train.eval_every_epochs", "train.z_loss",
+    "optim.muon_parameters", "train.eval_every_epochs", "train.z_loss", "data.validation",
 )  # fmt: skip
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 

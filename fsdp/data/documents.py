@@ -60,6 +60,15 @@ def build(
     config: str = "",
     split: str = "",
 ) -> DataSet:
+    """
+    text: column of a row's text; empty: messages, prompt and completion, or text
+    loss: what of a conversation is trained on: assistant, last (its last turn) or all
+    chat_template: file with a chat template, in place of the tokenizer's
+    rows: stream (windows of all text), document (one a row), packed (several a row); auto: by the form
+    heldout: part of the documents that is held out
+    config: configuration of hf:NAME
+    split: split of hf:NAME; empty: train
+    """
     check_range("heldout", heldout, 0, 0.5)
     if not where.dir:
         reason = "--data.name documents needs files in --data.dir."

@@ -153,6 +153,12 @@ def folder(
     mean: list | None = None,
     std: list | None = None,
 ) -> DataSet:
+    """
+    image_size: height and width of a sample, in pixels
+    channels: 3 (colour) or 1 (grey)
+    mean: of each channel; empty: ImageNet's
+    std: of each channel; empty: ImageNet's
+    """
     from fsdp.tokenize.rows import held_out_line, is_other, is_train
 
     check_range("image_size", image_size, 1)
@@ -286,7 +292,12 @@ def synthetic(
     num_classes: int = 0,
     vocab_size: int = 0,
 ) -> DataSet:
-    """Sizes that are not given are the model's."""
+    """Sizes that are not given are the model's.
+
+    kind: images or tokens; auto: what the model reads
+    samples: number of samples to train on
+    heldout: number of held-out samples
+    """
     where.refuse_dir("synthetic")
     sizes = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
     sizes["vocab_size"] = vocab_size

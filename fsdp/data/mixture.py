@@ -15,7 +15,8 @@ Which sample: each source is walked by its own permutation, one an epoch, as oft
 
 A segment is a stretch of steps with the same weights, sources and global batch. It starts with the number of
 samples drawn from each source before it; a change at a resume starts the next segment. Checkpoints keep the
-segments. Not here: how a source is read.
+segments. Also --data.validation: other files, or a share, as the held-out samples of one data set. Not here:
+how a source is read.
 """
 
 from __future__ import annotations
@@ -23,30 +24,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, MixedSource, check_labels
+from fsdp.config.sections import exists, expanded, with_home
 from fsdp.data.types import (
     DataInfo,
     DataSet,
     EpochWalk,
     MixedRows,
     Samples,
+    Where,
     first_sample,
     mix,
     source_section,
     stream_key,
 )
-from fsdp.models.registry import PACKED
+from fsdp.models.registry import PACKED, PREFIX
+
+log = logging.getLogger(__name__)
 
 MOST = 2**40
 """The sum of shares: a batch of 2**20 samples is then split in int64. Greater sums are scaled down."""
@@ -381,3 +390,68 @@ class MixCursor:
         """One line about the segment that a resume has started; empty for the first."""
         sources = ", ".join(f"{label} {kind} {value:g}" for label, (kind, value) in self.now.amounts.items())
         return f"mixture from step {self.now.step} on: {sources}" if self.now.step else ""
+
+
+# ---------------------------------------------------------------- --data.validation
+
+
+def share_of(text: str) -> float:
+    """Of `0.05`; 0 for the name of files, or of a split."""
+    try:
+        share = float(text)
+    except ValueError:
+        return 0.0
+    if not 0 < share <= 0.5 and not exists(text):
+        raise ConfigError(f"--data.validation {text} is no share from 0 to 0.5.", "--data.validation 0.05")
+    return share if 0 < share <= 0.5 else 0.0
+
+
+def validated(section: DataSection, build: Callable[..., DataSet], where: Where, alone: bool) -> DataSet:
+    """A share of the data held out; or all samples of other files, read in the same way."""
+    from fsdp.tokenize.rows import MANIFEST
+
+    default = getattr(inspect.signature(build).parameters.get("heldout"), "default", None)
+    share, files = share_of(section.validation), section.validation
+
+    def whole(where: Where, **more: Any) -> DataSet:
+        divided = isinstance(default, float) and not (Path(where.dir) / MANIFEST).is_file()
+        return build(where, **({"heldout": 0.0} if divided else {}), **more)
+
+    if share:
+        if not isinstance(default, float):
+            reason = f"--data.validation {share:g} has no effect on --data.name {section.name}: its own rule"
+            hint = "leave it out; docs/data.md has the rule of each data set"
+            raise ConfigError(f"{reason} says what is held out.", hint)
+        return build(where, heldout=share)
+    if where.dir.startswith(PREFIX) and not (files.startswith(PREFIX) or exists(expanded(files))):
+        held = whole(where, split=files)
+    else:
+        held = whole(dataclasses.replace(where, dir=with_home(files), flag="--data.validation"))
+    data = held if alone else whole(where)
+    for name in ("vocab_size", "num_classes"):
+        both = held.info.facts.get(name), data.info.facts.get(name)
+        if both[0] != both[1] or held.info.classes != data.info.classes:
+            reason = f"--data.validation {files} has other classes, or {name} {both[0]} where {both[1]}"
+            raise ConfigError(f"{reason} are trained on.", "files of the same form, --data.validation FILE")
+    samples: Samples = held.train
+    if held.heldout is not None:
+        parts = {"train": held.train, "heldout": held.heldout}
+        samples = MixedSamples(parts)
+    log.info("--data.validation %s: all %s samples are held out", files, f"{len(samples):,}")
+    return dataclasses.replace(data, heldout=samples)
+
+
+def _withshare_of(section: DataSection, built: DataSet) -> DataSet:
+    """Every Nth item of a user's Dataset held out."""
+    share, items = share_of(section.validation), getattr(built.train, "items", None)
+    if not share or built.heldout is not None or built.stream is not None or items is None:
+        raise ConfigError(
+            f"--data.validation {section.validation} has no effect on --data.name {section.name}: of code, a "
+            "share of a Dataset without held-out items is held out.",
+            "return the pair (train, heldout)",
+        )
+    numbers, every = np.arange(len(items)), max(2, round(1 / share))
+    held = numbers % every == every - 1
+    kind: Any = type(built.train)
+    train, heldout = (kind(Subset(items, numbers[part].tolist())) for part in (~held, held))
+    return dataclasses.replace(built, train=train, heldout=heldout if len(heldout) else None)

@@ -23,8 +23,10 @@ import inspect
 import itertools
 import logging
 import os
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,9 +37,9 @@ from torch.utils.data import Subset, default_collate
 
 from fsdp.base.errors import ConfigError, OneRankError, one_line
 from fsdp.base.object_client import is_url
-from fsdp.base.text import listed, nearest, quoted
+from fsdp.base.text import columns, listed, nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
-from fsdp.config.sections import expanded, with_home
+from fsdp.config.sections import expanded, shown_value, with_home
 from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample, source_section
 from fsdp.models.registry import PREFIX, blame, load_attribute, parameters_of, unknown_argument
 
@@ -56,10 +58,14 @@ LOOKED_AT = 1000
 """Files below a folder, to tell images, rows and text apart."""
 
 
-def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
-    """Depends on the section and the files only: each rank calls it and gets the same."""
+def build_dataset(
+    section: DataSection, model_facts: Mapping[str, Any] | None = None, *, evaluated: bool = False
+) -> DataSet:
+    """Depends on the section and the files only: each rank calls it and gets the same. `evaluated`: where
+    --data.validation names files, no others are read.
+    """
     if section.sources:
-        mixed: DataSet = importlib.import_module("fsdp.data.mixture").build(
+        mixed: DataSet = _mixture().build(
             section, lambda source: build_dataset(_with_tokenizer(source, section.tokenizer), model_facts)
         )
         return mixed
@@ -76,9 +82,12 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
                 "leave it out; --data.name documents --data.dir PATH reads files with it",
             )
         if name in BUILT_INS:
-            module, _, function = BUILT_INS[name].partition(":")
-            build = getattr(importlib.import_module(f"fsdp.data.{module}"), function)
-            built: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
+            build = _built_in(name)
+            args = check_args(build, section.args, f"--data.name {section.name}")
+            if section.validation:
+                validated: DataSet = _mixture().validated(section, partial(build, **args), where, evaluated)
+                return validated
+            built: DataSet = build(where, **args)
             return built
     except OSError as error:
         raise ConfigError(
@@ -86,7 +95,8 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
             f"ls -ld {quoted(error.filename or section.dir or section.name)}",
         ) from None
     if ":" in name:
-        return _of_factory(name, where, section.args)
+        made = _of_factory(name, where, section.args)
+        return _mixture().with_share(section, made) if section.validation else made
     is_path = os.sep in name or Path(name).suffix
     hint = f"--data.name {nearest(name, list(BUILT_INS), '{}', 'package.module:factory')}"
     raise ConfigError(
@@ -94,6 +104,15 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
         "or package.module:factory.",
         f"ls {quoted(Path(name).parent)}" if is_path else hint,
     )
+
+
+def _mixture() -> Any:
+    return importlib.import_module("fsdp.data.mixture")
+
+
+def _built_in(name: str) -> Callable[..., Any]:
+    module, _, function = BUILT_INS[name].partition(":")
+    return getattr(importlib.import_module(f"fsdp.data.{module}"), function)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- a path as the name
@@ -145,7 +164,8 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
 
     if count(here, (".bin", ".npy")):
         return "tokens"
-    are_pictures = path.is_dir() and 2 * count(below or here, SUFFIXES) > len(below or here)
+    files = here + below
+    are_pictures = path.is_dir() and 2 * count(files, SUFFIXES) > len(files)
     data = [name for name in here or below if name not in SETTINGS and not name.upper().startswith(ABOUT)]
     rows = count(data, ROWS)
     if with_tokenizer or (2 * rows > len(data) and not (are_pictures and rows < len(folders))):
@@ -174,6 +194,27 @@ def check_args(function: Callable[..., Any], args: Args, owner: str) -> dict[str
             raise ConfigError(reason, f"--data.args.{name} {known[name] or kind.__name__}")
         checked[name] = float(value) if kind is float else value
     return checked
+
+
+def args_help(section: DataSection) -> str:
+    """--data.args of the data set, with what its docstring has as `NAME: meaning`, for --help."""
+    name, _ = _selected(section, {})
+    if section.sources or not (name in BUILT_INS or ":" in name):
+        return ""
+    function = _built_in(name) if name in BUILT_INS else load_attribute(name, "--data.name")
+    meanings = dict(re.findall(r"^ *(\w+): +(.+)$", inspect.getdoc(function) or "", re.MULTILINE))
+    takes = parameters_of(function)
+    rows = [
+        (
+            f"  --data.args.{key}",
+            "" if p.default is p.empty else shown_value(p.default),
+            meanings.get(key, ""),
+        )
+        for key, p in (takes.named if takes else {}).items()
+        if key not in ("where", "dir", "seq_len")
+    ]
+    title = f"\n\n--data.args of --data.name {section.name}{f', {name}' if name != section.name else ''}"
+    return "\n".join([f"{title}:", *columns(rows)]) if rows else f"{title}: none"
 
 
 # ---------------------------------------------------------------- the tokenizer of the model's folder

@@ -89,6 +89,11 @@ class TokenFile:
 
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
+    """
+    vocab_size: of the tokens; 0: as the files say
+    dtype: width of a token in a file without sidecar or header; auto: by the vocabulary
+    heldout: part of the tokens that is held out, the last ones
+    """
     check_range("heldout", heldout, 0, 0.5)
     root = Path(where.dir)
     paths = sorted(root.iterdir()) if where.dir and root.is_dir() else [root]
@@ -343,6 +348,10 @@ class Windows:
 
 
 def text(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
+    """
+    max_mb: megabytes that are read
+    files: pattern of the names of a folder's files, as in *.md
+    """
     check_range("max_mb", max_mb, 0.001, 1000)
     root, limit = Path(where.dir or sysconfig.get_paths()["stdlib"]), int(max_mb * 1e6)
     # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.

@@ -155,7 +155,7 @@ class Where:
 
     def refuse_dir(self, name: str) -> None:
         if self.dir:
-            raise ConfigError(f"--data.dir {self.dir} has no effect on {name}.", "leave it out")
+            raise ConfigError(f"{self} has no effect on {name}.", "leave it out")
 
 
 def text_info(

@@ -33,7 +33,7 @@ from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config.sections import expanded
 from fsdp.models.attention import AttentionReader, Rows, attend_rows, read_rows, text_config
 from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
-from fsdp.models.registry import PREFIX, Facts, blame, check_model, unknown_argument
+from fsdp.models.registry import PREFIX, Facts, blame, check_model, model_folder, unknown_argument
 from fsdp.models.transformer import LlamaFormat
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,8 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         line = f"--model.name {name}: {file} cannot be read: {error}."
-        hint = f"a folder that save_pretrained wrote, or a run's own export: hf:{folder / 'full_model'}"
+        inner = model_folder(str(folder))
+        hint = f"--model.name hf:{inner}" if inner else "a folder that save_pretrained wrote, in --model.name"
         raise ConfigError(line, hint, scope="node") from None
     if fields.get("quantization_config"):
         raise ConfigError(

@@ -334,6 +334,11 @@ class LossFunction:
         self._how = ""
 
     @property
+    def is_token_entropy(self) -> bool:
+        """Of the last call in an evaluation: whether the loss is the cross entropy of tokens."""
+        return self.custom is None and self.counts_tokens and self.classifies
+
+    @property
     def objective(self) -> str:
         """What is trained, in words. Known after the first call in training."""
         if self.custom is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.base.text import nearest
+from fsdp.base.text import nearest, quoted
 from fsdp.base.torch_private import gradient_hooks, prepare_torchvision, uncompiled
 from fsdp.config import ModelSection
+from fsdp.config.sections import exists, expanded
 from fsdp.models.init import draw_parameters, fill_buffers, seeded, to_empty
 
 if TYPE_CHECKING:
@@ -78,14 +80,9 @@ def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
     if is_folder and section.preset:
         fault = f"--model.preset {section.preset} has no effect on {name}: config.json has its sizes."
         raise ConfigError(fault, "leave it out; --model.args.NAME VALUE sets a size")
+    check_name(name)
     if ":" in name and not is_folder:
         return _of_factory(section, facts)
-    if not is_folder and name not in BUILT_INS:
-        hint = "--model.name package.module:factory for your own model"
-        raise ConfigError(
-            f"--model.name {name} is not {', '.join(BUILT_INS)}, hf:FOLDER or package.module:factory.",
-            nearest(name, BUILT_INS, "--model.name {}", hint, cutoff=0.5),
-        )
     module: Any = importlib.import_module(f"fsdp.models.{'hf' if is_folder else BUILT_INS[name]}")
     if is_folder:
         folder = module.resolve_folder(name, section.args, facts)
@@ -94,6 +91,29 @@ def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
     model: BuiltIn = module.BUILT_IN[name]
     sizes = model.sized(section, facts)
     return ModelSpec(name=name, build=partial(model.build, sizes), sizes=asdict(sizes), knows_inits=True)
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for the name of no model."""
+    if ":" in name or name in BUILT_INS:
+        return
+    hint = "--model.name package.module:factory for your own model"
+    if (folder := model_folder(name)) is not None:
+        reason = f"--model.name {name} is a folder of transformers, whose name begins with {PREFIX}"
+        raise ConfigError(f"{reason}.", f"--model.name {quoted(f'{PREFIX}{folder}')}")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) and not exists(name):
+        hint = f"--model.name {PREFIX}{name}, if it is a model of the hub"
+    raise ConfigError(
+        f"--model.name {name} is not {', '.join(BUILT_INS)}, hf:FOLDER or package.module:factory.",
+        nearest(name, BUILT_INS, "--model.name {}", hint, cutoff=0.5),
+    )
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder of save_pretrained at a path: itself, a run's export in it, or another folder in it."""
+    root = expanded(path)
+    folders = (root, root / "full_model", *sorted(entry for entry in root.glob("*") if entry.is_dir()))
+    return next((folder for folder in folders if exists(folder / "config.json")), None)
 
 
 def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -> nn.Module:

@@ -114,6 +114,7 @@ FIGURES: tuple[tuple[str, str, tuple[str, ...], Callable[[float], str]], ...] = 
     # label, series, its statistics, text
     ("training loss", "loss", ("last", "min"), _loss),
     ("held-out loss", "eval_loss", ("last", "min"), _loss),
+    ("held-out perplexity", "eval_perplexity", ("last", "min"), _loss),
     ("held-out accuracy", "eval_accuracy", ("last", "max"), "{:.2%}".format),
     ("step", "step_time_s", ("median",), seconds),
     ("waiting for data", "data_wait_s", ("median",), seconds),

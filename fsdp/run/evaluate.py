@@ -22,11 +22,14 @@ from fsdp.run.step import sums_by_source
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss is the mean; accuracy is None for a model that returns its own loss only."""
+    """loss is the mean; accuracy is None for a model that returns its own loss only. `of_tokens`: it is the
+    cross entropy of tokens, whose exponential is the perplexity.
+    """
 
     loss: float
     accuracy: float | None
     stopped: str | None
+    of_tokens: bool = False
     averaged: Evaluation | None = None
     """That of the weights' moving average."""
     by_source: Mapping[str, float] = field(default_factory=dict)
@@ -34,6 +37,8 @@ class Evaluation:
 
     def values(self) -> dict[str, float]:
         named = {"eval_loss": self.loss} | ({} if self.accuracy is None else {"eval_accuracy": self.accuracy})
+        if self.of_tokens:  # infinite, not an OverflowError
+            named["eval_perplexity"] = torch.tensor(self.loss, dtype=torch.float64).exp().item()
         named |= {f"eval_loss/{label}": loss for label, loss in self.by_source.items()}
         more = {} if self.averaged is None else self.averaged.values()
         return named | {name.replace("eval_", "eval_ema_", 1): value for name, value in more.items()}
@@ -106,7 +111,8 @@ def _measured(parts: RunParts, asked_to_stop: Callable[[], str | None]) -> Evalu
     losses = zip(labels, by_source, by_source[len(labels) :], strict=False)
     means = {label: loss / weight for label, loss, weight in losses if weight}
     accuracy = right / max(count, 1) if function.classifies else None
-    return Evaluation(total / (count or 1), accuracy, stopped, by_source=means)
+    of_tokens = function.is_token_entropy and data.info.kind == "text"
+    return Evaluation(total / (count or 1), accuracy, stopped, of_tokens, by_source=means)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.init import seeded, to_empty
 from fsdp.models.loss import CustomLoss, LossFunction, load_loss
-from fsdp.models.registry import PACKED, POSITIONS, check_parameters
+from fsdp.models.registry import PACKED, POSITIONS, PREFIX, check_name, check_parameters
 from fsdp.models.units import batch_norms, kept_tensors
 from fsdp.optim.optimizer import Schedule, TrainState, load_factory
 from fsdp.rundir import history
@@ -111,7 +111,15 @@ def prepare(
         check_attention(config.speed, device)
         check_device(config.memory, device)
     batch = plan_batch(config.train, sizes.data)
-    load_factory(config.optim)  # its errors come before the data is read
+    # These errors come before the data is read, and a corpus tokenized.
+    load_factory(config.optim)
+    check_name(config.model.name)
+    if config.model.name.startswith(PREFIX):
+        folder = resolve_model(config.model, {}).pretrained
+        if device is not None and not config.model.weights:
+            from fsdp.checkpoint.pretrained import open_stored
+
+            open_stored(folder)
     data = _data_of_this_node(config)
     check_float8_tokens(config.speed, batch.micro_batch, -(-data.info.tokens_per_sample // sizes.context))
     _check_intervals(config, data)
@@ -167,7 +175,8 @@ def _check_intervals(config: Config, data: DataSet) -> None:
 
 def _data_of_this_node(config: Config) -> DataSet:
     try:
-        return build_dataset(with_model_tokenizer(config.data, config.model))
+        section = with_model_tokenizer(config.data, config.model)
+        return build_dataset(section, evaluated=config.train.evaluate_only)
     except ConfigError as error:
         error.scope = "node"  # files may be missing on this node alone
         raise

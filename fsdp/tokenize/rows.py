@@ -362,9 +362,9 @@ def is_other(name: str) -> bool:
     return re.fullmatch(names, name, re.I) is not None
 
 
-def held_out(files: Sequence[str]) -> list[str]:
+def held_out(files: Sequence[str], *, rows: bool = False) -> list[str]:
     """Of files that are read together those named after another split, or in a folder that is, where others
-    are named after that of training.
+    are named after that of training; of files of rows where others are not named so.
     """
     base = PurePath(os.path.commonpath(files)) if files else PurePath()
 
@@ -373,7 +373,8 @@ def held_out(files: Sequence[str]) -> list[str]:
         return next((part for part in parts if is_train(part) or is_other(part)), "")
 
     splits = {file: split(file) for file in files}
-    return [file for file in files if is_other(splits[file])] if any(map(is_train, splits.values())) else []
+    others = [file for file in files if is_other(splits[file])]
+    return others if any(map(is_train, splits.values())) or (rows and len(others) < len(files)) else []
 
 
 def held_out_line(files: Sequence[str]) -> str:
@@ -401,7 +402,7 @@ class Source:
 
     def held_out(self) -> list[str]:
         """The files that are held out by their names."""
-        return [] if self._table is not None else held_out(self._files)
+        return [] if self._table is not None else held_out(self._files, rows=True)
 
     def open(self, *, held: bool = False) -> list[SourceRows]:
         """What is trained on, or what the names hold out."""

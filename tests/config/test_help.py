@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from pathlib import Path
+
 import pytest
 
 import train
 from fsdp.config import FIELDS
 from fsdp.config.command_line import SECTIONS, field_docs, help_asked
+from fsdp.data import BUILT_INS
 from tests.config.test_bad_inputs import train_py
 
 COMMON = [name for name, spec in FIELDS.items() if spec.meta["common"]]
@@ -59,3 +64,18 @@ def test_the_command_prints_help_and_refuses_an_unknown_section() -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.count("\n") == 1
     assert "HINT: --help-all" in wrong.stderr
+
+
+@pytest.mark.parametrize("name", ["documents", "tokens", "text", "folder", "synthetic", "chats.jsonl"])
+def test_the_arguments_of_the_chosen_data_are_listed_with_their_meaning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").touch()
+    text = help_asked(["--data.name", name, "--help", "data"], "", train.data_args) or ""
+    rows = [line.split(maxsplit=2) for line in text.partition("--data.args of")[2].splitlines()[1:]]
+    module, _, function = BUILT_INS[name if name in BUILT_INS else "documents"].partition(":")
+    build = getattr(importlib.import_module(f"fsdp.data.{module}"), function)
+    known = inspect.getfullargspec(build).kwonlyargs
+    assert [row[0] for row in rows] == [f"--data.args.{key}" for key in known]
+    assert all(len(row) == 3 for row in rows), rows

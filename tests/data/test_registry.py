@@ -52,7 +52,12 @@ def test_a_name_that_is_a_path_is_read_by_what_lies_there(
     for name in ("cat", "dog"):
         (tmp_path / "pictures" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / name / "a.png")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "plots").symlink_to(tmp_path / "pictures")
+    for number in range(5):
+        (tmp_path / "pages" / f"{number}.md").write_text("words " * 99, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    assert build("pages").info.kind == "text"
     assert build("words").info.preprocess["tokenizer"] == "bytes"
     assert build("words/a.txt").info.preprocess["tokenizer"] == "bytes"
     assert build("ids", seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700

@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import ModelSection
+from fsdp.config import ModelSection, load
 from fsdp.models import ModelSpec, resolve
+from fsdp.run.job import prepare
 
 DIGITS = {"num_classes": 10, "image_size": 28, "channels": 1}
 BYTES = {"vocab_size": 256, "seq_len": 128}
@@ -122,3 +123,26 @@ def test_what_is_wrong_is_one_line_with_a_hint(
     assert says in message.partition("HINT: ")[0], message
     assert hint in message.partition("HINT: ")[2], message
     assert "\n" not in message
+
+
+def test_a_forgotten_prefix_and_a_name_of_nothing_are_found_before_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("chat", "run/full_model"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    hints = {
+        "chat": "--model.name hf:chat",
+        "run": "--model.name hf:run/full_model",
+        "hf:run": "--model.name hf:run/full_model",
+        "hf:empty": "a folder that save_pretrained wrote, in --model.name",
+        "resnet": "--model.name package.module:factory for your own model",
+        "org/chat": "--model.name hf:org/chat, if it is a model of the hub",
+        "hf:chat": "pip install -U transformers, .*",
+    }
+    for name, hint in hints.items():
+        config = load(["--model.name", name, "--data.name", "gone.jsonl"])
+        with pytest.raises(ConfigError, match=rf"--model.name {name}\b.* HINT: {hint}$"):
+            prepare(config, world_size=1, num_nodes=1, device=None)

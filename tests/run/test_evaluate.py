@@ -4,12 +4,14 @@ been.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fsdp.run.evaluate import Evaluation
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference, train_plainly
 from tests.support.runs import run, settings
@@ -69,3 +71,11 @@ def test_batch_norm_is_evaluated_with_the_statistics_that_are_exported(mesh: str
     with torch.no_grad():
         loss = F.cross_entropy(exported.eval()(heldout.inputs.double()), heldout.targets)
     assert finished.records[-1]["eval_loss"] == pytest.approx(float(loss), rel=1e-10)
+
+
+def test_perplexity_is_of_tokens_alone() -> None:
+    evaluation = Evaluation(2.0, 0.5, None, of_tokens=True, averaged=Evaluation(800.0, None, None, True))
+    values = evaluation.values()
+    assert values["eval_perplexity"] == math.exp(2.0)
+    assert values["eval_ema_perplexity"] == math.inf
+    assert "eval_perplexity" not in Evaluation(2.0, 0.5, None).values()
