@@ -24,6 +24,7 @@ from tests.docs.pages import FOLDERS, JOB_SCRIPT, ROOT, all_commands
 
 RUN = {
     "python train.py --help": 0,
+    "python train.py --data.name text --help": 0,
     "python train.py --batch_size 32": 2,
     "python -m fsdp.checkpoint RUN verify": 0,
     "python -m fsdp.predict RUN": 0,
