@@ -297,6 +297,10 @@ def synthetic(
     kind: images or tokens; auto: what the model reads
     samples: number of samples to train on
     heldout: number of held-out samples
+    image_size: height and width of an image; 0: the model's
+    channels: of an image; 0: the model's
+    num_classes: of images; 0: the model's
+    vocab_size: of tokens; 0: the model's
     """
     where.refuse_dir("synthetic")
     sizes = {"image_size": image_size, "channels": channels, "num_classes": num_classes}

@@ -441,7 +441,7 @@ def validated(section: DataSection, build: Callable[..., DataSet], where: Where,
     return dataclasses.replace(data, heldout=samples)
 
 
-def _withshare_of(section: DataSection, built: DataSet) -> DataSet:
+def with_share(section: DataSection, built: DataSet) -> DataSet:
     """Every Nth item of a user's Dataset held out."""
     share, items = share_of(section.validation), getattr(built.train, "items", None)
     if not share or built.heldout is not None or built.stream is not None or items is None:
