@@ -36,23 +36,21 @@ def tensors(env: DistEnv, flags: tuple[str, ...]) -> float:
 
 
 CASES = [
-    ("context 2", 2, "", 0.01),
-    ("tensor 2", 2, "", 0.01),
-    ("expert 2", 2, "Qwen3MoeForCausalLM", 0.01),
-    ("context 4", 4, "LlamaForCausalLM", 0.01),
-    ("tensor 2", 4, "", 0.01),
-    ("expert 2", 4, "Qwen3MoeForCausalLM", 0.01),
-    ("tensor 2", 2, "LlamaForCausalLM", 0.03),  # this rank's part of the logits too much
-    ("tensor 2 context 2", 4, "", 0.01),
-    ("tensor 2 expert 4", 4, "Qwen3MoeForCausalLM", 0.03),
+    ("context 2", 2, ""),
+    ("tensor 2", 2, ""),
+    ("expert 2", 2, "Qwen3MoeForCausalLM"),
+    ("context 4", 4, "LlamaForCausalLM"),
+    ("tensor 2", 4, ""),
+    ("expert 2", 4, "Qwen3MoeForCausalLM"),
+    ("tensor 2", 2, "LlamaForCausalLM"),
+    ("tensor 2 context 2", 4, ""),
+    ("tensor 2 expert 4", 4, "Qwen3MoeForCausalLM"),
 ]
 
 
 @pytest.mark.needs("transformers")
-@pytest.mark.parametrize(("axes", "ranks", "kind", "bound"), sample_are(CASES[2:3], CASES))
-def test_planned_bytes_are_those_of_a_real_step(
-    axes: str, ranks: int, kind: str, bound: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("axes", "ranks", "kind"), sample_are(CASES[2:3], CASES))
+def test_planned_bytes_are_those_of_a_real_step(axes: str, ranks: int, kind: str, tmp_path: Path) -> None:
     model: tuple[str, ...] = BUILT_IN
     if kind:
         model = (*TRANSFORMERS, f"hf:{tmp_path}")
@@ -61,7 +59,7 @@ def test_planned_bytes_are_those_of_a_real_step(
     flags = (*model, *BATCH, *mesh, "--train.global_batch", "12")
     measured = run_world(ranks, tensors, flags)
     planned = [memory_of(trace_step(ask), ask).peak for ask in _asks(flags, ranks)]
-    assert planned == pytest.approx(measured, rel=bound)
+    assert planned == pytest.approx(measured, rel=0.01)
     assert all(p * (1 + MARGIN) >= m for p, m in zip(planned, measured, strict=True))
 
 
