@@ -16,7 +16,10 @@ CODE, FILES = ("fsdp", "launch"), ("slurm", "recipes")
 
 
 class BuildWithTrain(build_py):
-    """build_py that adds train.py, which lies outside the package's folder."""
+    """build_py that adds train.py, which lies outside the package's folder; to an sdist too."""
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), "train.py"]
 
     def run(self) -> None:
         super().run()
@@ -31,6 +34,8 @@ setup(
         *(f"shardrun.{name}" for name in find_packages(include=[f"{part}*" for part in CODE])),
     ],
     package_dir={f"shardrun.{folder}": folder for folder in (*CODE, *FILES)},
-    package_data={"": ["templates/*", "*.npz", "*.md", "*.toml", "*.sh", "*.sbatch", "*.env"]},
+    package_data={
+        "": ["templates/*", "*.npz", "*.md", "*.toml", "*/config.json", "*.sh", "*.sbatch", "*.env"]
+    },
     cmdclass={"build_py": BuildWithTrain},
 )

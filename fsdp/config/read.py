@@ -114,6 +114,12 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
 # ---------------------------------------------------------------- a recipe
 
 
+def shipped(path: str | Path) -> Path:
+    """The path; if it is one of recipes/ that is not here, that of the folder of the code."""
+    there = Path(path).parts[:1] == ("recipes",) and not exists(Path(path)) and exists(SHIPPED / path)
+    return SHIPPED / path if there else Path(path)
+
+
 def read_recipe(path: str) -> dict[str, Any]:
     """Reads a TOML file as flat `section.field` values, not yet typed.
 
@@ -122,9 +128,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     """
     if Path(path).suffix in FOREIGN_SUFFIXES:
         raise ConfigError(f"--config {path} is no recipe: recipes are TOML.", "docs/migrate.md")
-    file = Path(path)
-    if file.parts[:1] == ("recipes",) and not exists(file) and exists(SHIPPED / file):
-        file = SHIPPED / file
+    file = shipped(path)
     values = dict(_flatten(_read_toml("--config", path, file, "compare it with recipes/digits.toml")))
     for name in REMOVED.keys() & values.keys():
         if (value := values.pop(name)) != REMOVED[name][0]:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.torch_private import prepare_torchvision
+from fsdp.config.read import shipped
 from fsdp.config.sections import expanded
 from fsdp.models.attention import AttentionReader, Rows, attend_rows, read_rows, text_config
 from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
@@ -117,8 +118,8 @@ def find_folder(name: str) -> Path:
     path = name.removeprefix(PREFIX)
     fault, hint = f"the folder {path} does not exist", "--model.name hf:FOLDER or hf:ORG/NAME"
     try:
-        if expanded(path).is_dir():
-            return expanded(path)
+        if (folder := shipped(expanded(path))).is_dir():
+            return folder
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path, re.ASCII):
             from huggingface_hub import snapshot_download
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -45,3 +46,22 @@ def test_the_image_has_what_train_py_imports() -> None:
     assert "wget" in DOCKERFILE, "KubeRay's probes"
     expression = r"s/^ray\[train\]==/ray[default]==/p"
     assert expression in DOCKERFILE
+
+
+@pytest.mark.needs("kubeflow_trainer_api")
+def test_the_trainjob_has_the_fields_of_kubeflow_and_that_image(job: dict[str, Any]) -> None:
+    """Unknown fields are lost on the way through its models."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    text = text_of(FOLDER / "trainjob.yaml")
+    loaded = yaml.safe_load(text)
+    kept = models.TrainerV1alpha1TrainJob.from_dict(loaded).to_dict()
+    assert json.loads(json.dumps(kept)) == loaded
+    assert loaded["spec"]["trainer"]["image"] == pods(job)[0]["containers"][0]["image"]
+    assert all((ROOT / path).exists() for path in re.findall(r"/shardrun/([\w./-]+)", text))
+
+
+def test_the_file_of_skypilot_starts_train_py_on_every_node() -> None:
+    task = yaml.safe_load(text_of(ROOT / "examples" / "skypilot.yaml"))
+    words = task["run"].replace("\\\n", " ").split()
+    assert {"torchrun", "train.py", '--node_rank="$SKYPILOT_NODE_RANK"'} <= set(words)
+    assert all(name in task["envs"] for name in re.findall(r"\$(?!SKYPILOT_|\()(\w+)", task["run"]))

@@ -25,7 +25,7 @@ SHORT = "--train.steps 3 --watch.enabled false --checkpoint.export false"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of a virtual environment that sees this one's packages, with the wheel in it."""
+    """The bin folder of a virtual environment that sees this one's packages, with the wheel of the sdist."""
     folder = tmp_path_factory.mktemp("installed")
     for name in SOURCES:
         source = ROOT / name
@@ -33,7 +33,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy(source, folder / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     offline = ["--quiet", "--no-deps", "--no-index"]
-    run([*pip, "wheel", *offline, "--no-build-isolation", "-w", str(folder / "wheels"), str(folder)], folder)
+    build = "from setuptools.build_meta import build_sdist; build_sdist('wheels')"
+    run([sys.executable, "-c", build], folder)
+    (sdist,) = (folder / "wheels").glob("shardrun-*.tar.gz")
+    run([*pip, "wheel", *offline, "--no-build-isolation", "-w", str(folder / "wheels"), str(sdist)], folder)
     venv.create(folder / "venv", symlinks=True)
     here = sysconfig.get_paths(vars={"base": str(folder / "venv"), "platbase": str(folder / "venv")})[
         "purelib"
@@ -80,6 +83,9 @@ def test_names_and_mistakes(installed: Path, tmp_path: Path) -> None:
     flag = typed("shardrun train --nothing.like.it 3", installed, tmp_path)
     assert flag.returncode == 2
     assert flag.stderr.endswith("is not a flag. HINT: shardrun train --help-all lists them\n")
+    found = "print(*find_folder('hf:recipes/qwen3-30b-a3b').iterdir())"
+    code = f"import shardrun; from fsdp.models.hf import find_folder; {found}"
+    assert "config.json" in typed(f'python -c "{code}"', installed, tmp_path).stdout, "a recipe's model"
     assert "shardrun plan | doctor | submit" in typed("shardrun --help", installed, tmp_path).stdout
 
 

@@ -46,6 +46,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "pyarrow": functools.partial(_package, "pyarrow"),
     "zstandard": functools.partial(_package, "zstandard"),
     "nbclient": functools.partial(_package, "nbclient"),
+    "kubeflow_trainer_api": functools.partial(_package, "kubeflow_trainer_api"),
     "ipykernel": functools.partial(_package, "ipykernel"),
     "mlflow": functools.partial(_package, "mlflow"),
     "datasets": functools.partial(_package, "datasets"),
