@@ -9,10 +9,10 @@ arguments (and seq_len, dir, if it has such parameters) and returns
     a stream, which has no length (stream.py), alone or as train     or
     a DataSet of fsdp.data, used as it is
 
-Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and the other arguments of the model's
-forward. They are read by --data.workers threads concurrently. A Dataset's attribute `classes` holds the class
-names. With an attribute `collate` it builds the batches: collate(items) returns such a pair or dict, with a
-row for each item (docs/data.md). Not here: any data.
+Items are (inputs, targets), ((first, second), targets), or dicts of the arguments of the model's forward,
+which `matched` compares with its parameters. They are read by --data.workers threads concurrently. A
+Dataset's attribute `classes` holds the class names. With an attribute `collate` it builds the batches:
+collate(items) returns such a pair or dict, with a row for each item (docs/data.md). Not here: any data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ from fsdp.base.text import columns, listed, nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.sections import expanded, shown_value, with_home
 from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample, source_section
-from fsdp.models.registry import PREFIX, blame, load_attribute, parameters_of, unknown_argument
+from fsdp.models.registry import (
+    PREFIX,
+    ModelSpec,
+    blame,
+    load_attribute,
+    parameters_of,
+    unknown_argument,
+)
 
 log = logging.getLogger(__name__)
 BUILT_INS = {
@@ -54,6 +61,9 @@ BUILT_INS = {
     "synthetic": "images:synthetic",
 }
 """Name → module of fsdp.data, and its function (where, *, …) -> DataSet, whose keywords are --data.args."""
+ITEMS_HINT = (
+    "items are (inputs, targets), ((first, second), targets), or dicts with the names of forward's parameters"
+)
 LOOKED_AT = 1000
 """Files below a folder, to tell images, rows and text apart."""
 
@@ -316,8 +326,8 @@ def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
         return stream[0] if isinstance(stream, tuple) else stream
 
     items = StreamItems(name, pair[0], again)
-    samples: Any = StreamSamples(items, ItemSamples(items).batch)
     # `train` has no length, which only code that has seen that there is no stream reads
+    samples: Any = StreamSamples(items, ItemSamples(items).batch)
     return DataSet(train=samples, heldout=heldout, info=_info(name, samples, pair[0]), stream=items)
 
 
@@ -366,14 +376,17 @@ def _widened(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_dict(item: Any, name: str = "an item") -> dict[str, Any]:
     if isinstance(item, (tuple, list)) and len(item) == 2:
-        return {"inputs": _value(item[0]), "targets": _value(item[1])}
-    if isinstance(item, Mapping) and ("inputs" in item or "input_ids" in item):
-        first = "inputs" if "inputs" in item else "input_ids"
-        return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
-    keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
-    raise TypeError(
-        f"{name} is a {type(item).__name__}{keys}, neither (inputs, targets) nor a dict with inputs"
-    )
+        inputs, targets = item
+        several = isinstance(inputs, tuple) and any(isinstance(part, (Tensor, np.ndarray)) for part in inputs)
+        parts = inputs if several else (inputs,)
+        # forward's parameters name the second and the following: see `matched`
+        places = ["inputs", *(f"inputs.{place}" for place in range(1, len(parts)))]
+        named = inputs if isinstance(inputs, Mapping) else dict(zip(places, parts, strict=True))
+        item = {**named, "targets": targets}
+    if not isinstance(item, Mapping) or not item:
+        raise TypeError(f"{name} is a {type(item).__name__}, neither (inputs, targets) nor a dict of fields")
+    first = "inputs" if "inputs" in item else "input_ids"
+    return {"inputs" if key == first else key: _value(value) for key, value in item.items()}
 
 
 def _value(value: Any) -> Any:
@@ -389,7 +402,7 @@ def _value(value: Any) -> Any:
 
 def _info(name: str, samples: Samples, items: Any) -> DataInfo:
     """Derives the description of all samples from one."""
-    first = first_sample(f"--data.name {name}", samples, "items are (inputs, targets), or dicts with inputs")
+    first = first_sample(f"--data.name {name}", samples, ITEMS_HINT)
     if bad := [key for key, value in first.items() if not (isinstance(value, Tensor) and value.dim())]:
         raise ConfigError(
             f"--data.name {name}: {bad[0]} of a batch is not a tensor with a row for each item.",
@@ -398,7 +411,7 @@ def _info(name: str, samples: Samples, items: Any) -> DataInfo:
     names = attribute_of(items, "classes")
     if isinstance(names, str) or not (names is None or isinstance(names, Iterable)):
         raise ConfigError(f"--data.name {name}: classes is {names!r}.", """classes = ["cat", "dog"]""")
-    inputs, classes = first["inputs"], tuple(map(str, names or ()))
+    inputs, classes = first.get("inputs", next(iter(first.values()))), tuple(map(str, names or ()))
     facts: dict[str, Any] = {"num_classes": len(classes)} if classes else {}
     kind: Literal["images", "text", "other"] = "other"
     if inputs.dim() == 4 and inputs.is_floating_point() and inputs.shape[2] == inputs.shape[3]:
@@ -408,4 +421,65 @@ def _info(name: str, samples: Samples, items: Any) -> DataInfo:
         kind = "other" if first.get("targets", inputs).dim() == 1 else "text"
         facts = facts | {"seq_len": inputs.shape[1]}
     tokens = inputs.shape[1] if kind == "text" else 0
-    return DataInfo(kind=kind, facts=facts, class_names=classes, tokens_per_sample=tokens, default_epochs=1)
+    form: dict[str, Any] = {"tokens_per_sample": tokens, "default_epochs": 1, "fields": tuple(first)}
+    return DataInfo(kind=kind, facts=facts, class_names=classes, **form)
+
+
+# ---------------------------------------------------------------- items and the model's forward
+
+
+class MatchedSamples:
+    """Samples with the names of their fields replaced."""
+
+    def __init__(self, samples: Samples, names: Mapping[str, str]) -> None:
+        self._samples, self._names = samples, names
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        fields = self._samples.batch(indices).items()
+        return _widened({self._names.get(name, name): value for name, value in fields})
+
+
+def matched(data: DataSet, spec: ModelSpec, *, own_loss: bool) -> DataSet:
+    """The data with their fields under the names that a run reads: `inputs` is what forward's first parameter
+    takes, the others have its parameters' names. A single field that forward does not take is `targets`,
+    unless `own_loss`, the function of --train.loss, reads it; and the targets of a pair are what a single
+    parameter without a field takes. ConfigError where they do not fit.
+    """
+    fields, parameters = data.info.fields, spec.takes
+    inputs = [field for field in fields if field.partition(".")[0] == "inputs"]
+    if not fields or (len(inputs) == 1 and parameters is None):
+        return data
+    if parameters is None:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            parameters = inspect.signature(spec.build().forward).parameters
+    takes = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = dict(zip(inputs or takes, ["inputs", *takes[1 : len(inputs)]], strict=False))
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needs = [name for name, p in parameters.items() if p.kind in by_name and p.default is p.empty]
+    known = (*fields, *takes[: len(inputs) or 1], "num_items_in_batch")
+    lacking = [name for name in needs if name not in known]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    rest = [field for field in fields if field not in (*parameters, *names)]
+    if rest == ["targets"]:
+        names |= {"targets": lacking.pop()} if len(lacking) == 1 else {}
+    elif len(rest) == 1 and not own_loss and not any_name:
+        names[rest[0]] = "targets"
+    renamed = {names.get(field, field) for field in fields}
+    if lacking or "inputs" not in renamed or len(renamed) < len(fields) or len(names) < len(inputs):
+        raise ConfigError(
+            f"the items of --data.name have {', '.join(fields)}, and the forward of --model.name {spec.name} "
+            f"takes {', '.join(takes) or 'nothing by its place'}.",
+            f"{ITEMS_HINT}: {', '.join(needs or takes) or 'def forward(self, NAME)'}",
+        )
+    if all(name == field for field, name in names.items()):
+        return data
+    train: Any = MatchedSamples(data.train, names)
+    if data.stream is not None:
+        from fsdp.data.stream import StreamSamples
+
+        train = StreamSamples(data.stream, train.batch)
+    heldout = data.heldout and MatchedSamples(data.heldout, names)
+    return dataclasses.replace(data, train=train, heldout=heldout)

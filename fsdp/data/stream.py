@@ -8,7 +8,9 @@ items from each of the S shards. Not here: the factory, and how items become a b
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +26,7 @@ from fsdp.base.errors import CheckpointError, ConfigError, OneRankError, Shardru
 from fsdp.base.torch_private import tree_leaves
 from fsdp.distributed import collectives
 
+log = logging.getLogger(__name__)
 PAGE = "docs/data.md#streams"
 END = object()
 
@@ -110,15 +113,40 @@ class ShardReader:
 
     def _open(self, state: Any) -> Iterator[Any]:
         """A new reader, at a state, or at the beginning of the epoch."""
-        self._reader = self._make()
+        reader = self._make()
         if state is not None:
             self._epoch = int(state["epoch"])
-        if hasattr(self._reader, "set_epoch"):
-            self._reader.set_epoch(self._epoch)
+        if hasattr(reader, "set_epoch"):
+            reader.set_epoch(self._epoch)
+        self._reader = reader if has_state(reader) else Replayed(reader)
         if state is not None:
             self._reader.load_state_dict(copy.deepcopy(state["reader"]))
         self._gave_item = state is not None  # a state may be that of a shard's end
         return iter(self._reader)
+
+
+class Replayed:
+    """A reader without a state of its own: its state is the number of items read, and it is read again up to
+    there.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items, self._read = items, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in itertools.islice(self._items, self._read, None):
+            self._read += 1
+            yield item
+
+    def state_dict(self) -> dict[str, int]:
+        return {"items": self._read}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._read = state["items"]
+
+
+def has_state(reader: Any) -> bool:
+    return all(callable(getattr(reader, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 class StreamItems:
@@ -160,20 +188,16 @@ class StreamSamples:
 
 def check_state(name: str, make: Callable[[], Any]) -> None:
     """Raises ConfigError unless a reader continues from the state of another with the same items."""
-    reader = make()
+    reader, other = make(), make()
     kind = type(reader).__name__
-    if not all(callable(getattr(reader, method, None)) for method in ("state_dict", "load_state_dict")):
-        lacks = "items by index" if hasattr(reader, "__len__") else "length"
-        raise ConfigError(
-            f"--data.name {name} returned a stream of type {kind}, which has no {lacks} and no state_dict: a "
-            "resumed run would repeat or lose samples.",
-            f"give it state_dict and load_state_dict ({PAGE}), or __len__ and __getitem__",
-        )
+    if not has_state(reader):
+        log.info("%s has no state_dict: a resumed run reads it again up to its place. %s", kind, PAGE)
+        reader, other = Replayed(reader), Replayed(other)
     items = iter(reader)
     try:
         next(items)
         state = json.dumps(reader.state_dict())
-        expected, other = next(items, None), make()
+        expected = next(items, None)
         other.load_state_dict(json.loads(state))
         leaves = zip(tree_leaves(expected), tree_leaves(next(iter(other), None)), strict=True)
         same = all(torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) for a, b in leaves)
@@ -183,7 +207,8 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
     if problem:
         raise ConfigError(
             f"--data.name {name}: the state of {kind}, {problem}: a resumed run would repeat samples.",
-            f"change the state before each yield, and draw nothing that it does not hold: {PAGE}",
+            "change the state before each yield, and draw nothing that it does not hold: an order from "
+            f"random.Random(SEED). {PAGE}",
         )
 
 

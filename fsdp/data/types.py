@@ -63,6 +63,8 @@ class DataInfo:
     default_epochs: int = 0
     default_steps: int = 0
     preprocess: Args = field(default_factory=dict)
+    fields: tuple[str, ...] = ()
+    """Names in a sample of a data set of the user."""
 
     @property
     def classes(self) -> str:

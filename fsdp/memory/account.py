@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fsdp.base.phases import Phases
     from fsdp.data.types import Samples
     from fsdp.distributed.mesh import BatchPlan
-    from fsdp.models.loss import CustomLoss
+    from fsdp.models.registry import CustomLoss
     from fsdp.shard.shard import Sharded
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")

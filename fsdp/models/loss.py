@@ -19,10 +19,11 @@ weighed by its samples or tokens, not by micro-batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,17 +32,17 @@ from torch import Tensor, nn
 
 from fsdp.base.devices import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.registry import IGNORED, ROW_POSITIONS, blame, load_attribute
+from fsdp.models.registry import IGNORED, ROW_POSITIONS, CustomLoss, widened
 from fsdp.models.units import BATCH_NORMS
 
 if TYPE_CHECKING:
     from fsdp.models.chunked_loss import ChunkedHead
     from fsdp.models.hf import HfEntropy
 
-FLAG = "--train.loss"
-EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"
 LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
+PART = "loss/"
+"""In records, before the name of one of a model's losses, or of a source of a mixture."""
 SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
 
 DividedEntropy = Callable[[Tensor, Tensor, bool, float], "LossParts"]
@@ -55,7 +56,8 @@ class LossParts:
     `weight` is this micro-batch's part of that weight if a user's loss returned it; None if it is known from
     the data. `rows`, if LossFunction.per_row is set and the model gives them: each row's part of the sum
     and of the weight. `auxiliary`: what the model adds to its cross entropy, times the micro-batch's rows;
-    its weight is the global batch's rows.
+    its weight is the global batch's rows. `parts`: the losses of a model that returns several, by name, with
+    the weight of their sum.
     """
 
     loss_sum: Tensor
@@ -63,6 +65,7 @@ class LossParts:
     weight: Tensor | None = None
     rows: tuple[Tensor, Tensor] | None = None
     auxiliary: Tensor | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class TokenCounts(NamedTuple):
@@ -174,10 +177,6 @@ def flat_logits(logits: Tensor) -> Tensor:
     return flat if flat.dtype == torch.float64 else flat.float()
 
 
-def _widened(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
-
-
 # ---------------------------------------------------------------- what a model returns
 
 
@@ -186,12 +185,14 @@ class Output(NamedTuple):
 
     loss: Tensor | None
     logits: Tensor | None
+    parts: Mapping[str, Tensor] = {}
+    """Of a mapping: its 0-dim tensors beside the loss. Without a loss and logits, the loss is their sum."""
 
 
 def read_output(output: Any, *, labelled: bool = False) -> Output:
-    """Reads loss and logits: a scalar is a loss, another tensor logits; an object or mapping names them, a
-    tuple has them in this order. A model that was given labels (`labelled`) may have them the other way
-    round, as nanoGPT's.
+    """Reads loss and logits: a scalar is a loss, another tensor logits; an object or mapping names them, or
+    a mapping has losses of any names; a tuple has them in this order. A model that was given labels
+    (`labelled`) may have them the other way round, as nanoGPT's.
     """
     if isinstance(output, Tensor):
         return Output(None, output) if output.dim() else Output(output, None)
@@ -205,72 +206,17 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
         return first
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
     loss, logits = get("loss"), get("logits")
+    fields = output.items() if isinstance(output, Mapping) else ()
+    parts = {k: v for k, v in sorted(fields) if isinstance(v, Tensor) and not v.dim() and k != "loss"}
+    if parts and loss is None and logits is None:
+        loss = functools.reduce(torch.add, parts.values())
     if isinstance(loss, Tensor) or (loss is None and isinstance(logits, Tensor)):
-        return Output(loss, logits if isinstance(logits, Tensor) else None)
+        return Output(loss, logits if isinstance(logits, Tensor) else None, parts)
     raise ConfigError(
         f"the model returned a {type(output).__name__} without a tensor as loss or logits.",
-        "return logits, a loss, or an object or dictionary with either; --train.loss computes the loss from "
-        "any output",
+        "return logits, a loss, an object or dictionary with either, or a dictionary of losses; --train.loss "
+        "computes the loss from any output",
     )
-
-
-# ---------------------------------------------------------------- a loss of the user
-
-
-@dataclass(frozen=True)
-class CustomLoss:
-    """A loss of the user, `--train.loss package.module:function`, and the checks of what it returns:
-
-        function(output, batch) → losses, or (losses, weights)
-
-    `output` is what the model returned, `batch` the data of these rows ("inputs", "targets", …). `losses` has
-    one number for each sample, or for each token of each sample: its first dimension is that of the batch.
-    `weights`, of the same shape, are bools or numbers from 0; without them each number counts once. The loss
-    of a step is Σ losses · weights / Σ weights over the global batch, however it is divided.
-    """
-
-    path: str
-    function: Callable[..., Any]
-
-    def weighted(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted losses, in at least fp32, and the weights; 0 in rows that are not valid."""
-        try:
-            returned = self.function(output, batch)
-        except (ConfigError, torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            hint = f"it is called with (output, batch): batch has {', '.join(batch)}"
-            raise ConfigError(f"{FLAG} {self.path} failed: {blame(error)}.", hint) from error
-        pair = isinstance(returned, tuple) and len(returned) == 2
-        losses, weights = returned if pair else (returned, None)
-        each = isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape[:1] == valid.shape
-        if not each or (weights is not None and getattr(weights, "shape", None) != losses.shape):
-            shapes = [tuple(getattr(part, "shape", ())) for part in (losses, weights) if part is not None]
-            raise ConfigError(
-                f"{FLAG} {self.path} returned {' and weights '.join(map(str, shapes))} for {len(valid)} "
-                "samples.",
-                f"return a loss for each sample or token, and weights of its shape: {EXAMPLE}",
-            )
-        losses = _widened(losses)
-        weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
-        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights, 0)
-        # Not a product alone: 0 times an infinity is NaN.
-        return torch.where(weights != 0, losses, 0) * weights, weights
-
-
-def load_loss(path: str) -> CustomLoss | None:
-    """The function that --train.loss names; None without one. Raises ConfigError."""
-    if not path:
-        return None
-    function: Any = load_attribute(path, FLAG)
-    parameters = function.named_parameters() if isinstance(function, nn.Module) else iter(())
-    if (parameter := next(parameters, None)) is not None:  # as metric learning has them
-        raise ConfigError(
-            f"{FLAG} {path} has a parameter of its own, {parameter[0]}, which is no part of the model and "
-            "would not be trained.",
-            "make it a part of the model, whose forward takes targets and returns the loss",
-        )
-    return CustomLoss(path, function)
 
 
 # ---------------------------------------------------------------- the rule
@@ -331,6 +277,8 @@ class LossFunction:
         """Of the last call: whether the model returns logits, so that accuracy is defined."""
         self.adds = False
         """Of the last call in training: whether the model adds to its cross entropy (see 2 above)."""
+        self.parts: dict[bool, tuple[str, ...]] = {}
+        """The names of the losses of a model that returns several, in training (True) and in evaluation."""
         self._how = ""
 
     @property
@@ -344,7 +292,9 @@ class LossFunction:
         if self.custom is not None:
             return f"trained: {TRAINED['custom'].format(self.custom.path)}."
         kind = "own" if self._how else "more" if self.adds else "logits"
-        return f"trained: {TRAINED[kind].format(self._how or self.unit)}."
+        named = ", ".join(PART + name for name in self.parts.get(True, ()))
+        how = (self._how or self.unit) + (f", recorded beside {named}" if named else "")
+        return f"trained: {TRAINED[kind].format(how)}."
 
     @property
     def unit(self) -> str:
@@ -452,7 +402,17 @@ class LossFunction:
             if not torch.is_grad_enabled():
                 correct = ((output.logits.argmax(dimension) == labels) & valid).sum()
         # Not a product alone: the mean over no label is NaN.
-        return LossParts(torch.where(weight != 0, _widened(loss), 0) * weight, correct)
+        loss, *parts = (
+            torch.where(weight != 0, widened(v), 0) * weight for v in (loss, *output.parts.values())
+        )
+        names = self.parts.setdefault(torch.is_grad_enabled(), (*output.parts,))
+        if names != (*output.parts,):
+            raise ConfigError(
+                f"the model returned {', '.join(output.parts)} as losses, and {', '.join(names)} before.",
+                "return the same ones at each call, as 0 * x.sum() what a batch has no part in",
+                scope="rank",
+            )
+        return LossParts(loss, correct, parts={n: v.detach() for n, v in zip(names, parts, strict=True)})
 
     def _weight(self, labels: Tensor | None, valid: Tensor) -> Tensor:
         if labels is None or not self.counts_tokens:

@@ -50,6 +50,8 @@ PACKED = "packed"
 WHOLE_ROWS = "--data.args.rows document"
 IGNORED = -100
 """A label that counts nowhere, as in torch."""
+LOSS = "--train.loss"
+LOSS_EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"
 Sizes = TypeVar("Sizes")
 
 
@@ -61,6 +63,8 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     sizes: Mapping[str, Any]
     knows_inits: bool
+    takes: Mapping[str, inspect.Parameter] | None = None
+    """The parameters of the forward of a factory's model."""
     pretrained: Any = None
     """The hf.PretrainedFolder of a model of transformers."""
 
@@ -225,7 +229,8 @@ def _of_factory(section: ModelSection, facts: Facts) -> ModelSpec:
         trial = build()
     check_model(trial, section.name, facts)
     knows_inits = callable(getattr(trial, "param_inits", None))
-    return ModelSpec(name=section.name, build=build, sizes=args, knows_inits=knows_inits)
+    forward = inspect.signature(trial.forward).parameters
+    return ModelSpec(name=section.name, build=build, sizes=args, knows_inits=knows_inits, takes=forward)
 
 
 ON_META = (
@@ -252,6 +257,69 @@ def _built(path: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> n
             "return the nn.Module itself; --speed.compile true compiles its units",
         )
     return model  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- a loss of the user
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A loss of the user, `--train.loss package.module:function`, and the checks of what it returns:
+
+        function(output, batch) → losses, or (losses, weights)
+
+    `output` is what the model returned, `batch` the data of these rows ("inputs", "targets", …). `losses` has
+    one number for each sample, or for each token of each sample: its first dimension is that of the batch.
+    `weights`, of the same shape, are bools or numbers from 0; without them each number counts once. The loss
+    of a step is Σ losses · weights / Σ weights over the global batch, however it is divided.
+    """
+
+    path: str
+    function: Callable[..., Any]
+
+    def weighted(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted losses, in at least fp32, and the weights; 0 in rows that are not valid."""
+        try:
+            returned = self.function(output, batch)
+        except (ConfigError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            hint = f"it is called with (output, batch): batch has {', '.join(batch)}"
+            raise ConfigError(f"{LOSS} {self.path} failed: {blame(error)}.", hint) from error
+        pair = isinstance(returned, tuple) and len(returned) == 2
+        losses, weights = returned if pair else (returned, None)
+        each = isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape[:1] == valid.shape
+        if not each or (weights is not None and getattr(weights, "shape", None) != losses.shape):
+            shapes = [tuple(getattr(part, "shape", ())) for part in (losses, weights) if part is not None]
+            raise ConfigError(
+                f"{LOSS} {self.path} returned {' and weights '.join(map(str, shapes))} for {len(valid)} "
+                "samples.",
+                f"return a loss for each sample or token, and weights of its shape: {LOSS_EXAMPLE}",
+            )
+        losses = widened(losses)
+        weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
+        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights, 0)
+        # Not a product alone: 0 times an infinity is NaN.
+        return torch.where(weights != 0, losses, 0) * weights, weights
+
+
+def load_loss(path: str) -> CustomLoss | None:
+    """The function that --train.loss names; None without one. Raises ConfigError."""
+    if not path:
+        return None
+    function: Any = load_attribute(path, LOSS)
+    parameters = function.named_parameters() if isinstance(function, nn.Module) else iter(())
+    if (parameter := next(parameters, None)) is not None:  # as metric learning has them
+        raise ConfigError(
+            f"{LOSS} {path} has a parameter of its own, {parameter[0]}, which is no part of the model and "
+            "would not be trained.",
+            "make it a part of the model, whose forward takes targets and returns the loss",
+        )
+    return CustomLoss(path, function)
+
+
+def widened(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
 
 
 # ---------------------------------------------------------------- checks of a model on meta

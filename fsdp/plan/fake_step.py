@@ -34,7 +34,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import chunks_by, fake_forward, init_fake_group, without_propagation
 from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
-from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.registry import matched, with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
 from fsdp.distributed.boxes import tensors_in
 from fsdp.distributed.mesh import MeshSizes, build_mesh, place_of
@@ -42,8 +42,8 @@ from fsdp.models import ModelSpec, attention, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.hf import group_experts, resolve_folder
-from fsdp.models.loss import LossFunction, load_loss, summed_entropy
-from fsdp.models.registry import POSITIONS, PREFIX, blame
+from fsdp.models.loss import LossFunction, summed_entropy
+from fsdp.models.registry import POSITIONS, PREFIX, blame, load_loss
 from fsdp.models.units import blocks_of
 from fsdp.optim.optimizer import build_optimizer, maybe_ema, update_of
 from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
@@ -446,7 +446,7 @@ def subject_of(model: ModelSection, data: DataSection) -> Subject:
     if key not in _KNOWN:
         dataset, note = _dataset(model, data)
         spec = resolve_model(model, dataset.info.facts)
-        batch = dataset.train.batch(np.arange(1))
+        batch = matched(dataset, spec, own_loss=False).train.batch(np.arange(1))
         sample = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
         if note and model.name == "transformer" and data.args.get("rows") == "packed":
             sample[POSITIONS] = sample["inputs"]

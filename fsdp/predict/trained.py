@@ -37,7 +37,7 @@ from fsdp.config import Config, MeshSection
 from fsdp.config.trust import check_store, load_run_config
 from fsdp.data import DataSet, Samples, build_dataset, heldout_batches
 from fsdp.data.images import prepare, upright
-from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.registry import matched, with_model_tokenizer
 from fsdp.distributed.collectives import ObjectGroup, broadcast_object
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import DataRank, MeshSizes, build_mesh
@@ -99,6 +99,7 @@ def open_run(
         raise ConfigError(reason, f"python -m fsdp.checkpoint {run} export")
     else:
         spec, state = resolve(config.model, data.info.facts), None
+    data = matched(data, spec, own_loss=bool(config.train.loss))
     timeout_s = config.run.process_group_timeout_s
     # One rank needs no units: any module predicts there.
     sizes = MeshSizes("fsdp" if env.world_size > 1 else "ddp", 1, env.world_size)

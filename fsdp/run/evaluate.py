@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.base.phases import Activity, announces
 from fsdp.data import heldout_batches
@@ -33,7 +33,7 @@ class Evaluation:
     averaged: Evaluation | None = None
     """That of the weights' moving average."""
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """Each source's mean loss, of a mixture."""
+    """Each source's mean loss, of a mixture; of a model that returns several losses each of them."""
 
     def values(self) -> dict[str, float]:
         named = {"eval_loss": self.loss} | ({} if self.accuracy is None else {"eval_accuracy": self.accuracy})
@@ -88,8 +88,9 @@ def _measured(parts: RunParts, asked_to_stop: Callable[[], str | None]) -> Evalu
         source_of=None if data.sources is None else data.sources.of_heldout,
         cut=maybe_cut(parts),
     )
-    # losses, right answers, weights on the device, then each source's loss and weight
+    # losses, right answers, weights on the device, each source's loss and weight, then the model's own losses
     sums, counted, stopped = torch.zeros(3 + 2 * len(labels), dtype=torch.float64, device=device), 0, None
+    own_losses: dict[str, Tensor] = {}
     with buffers_of_rank_0(sharded.root), sharded.evaluating():
         while stopped is None and (host := _next(batches)) is not None:
             batch = host.to(device)
@@ -101,15 +102,20 @@ def _measured(parts: RunParts, asked_to_stop: Callable[[], str | None]) -> Evalu
                 sums[2] += loss.weight
             else:
                 counted += function.tokens(host.counted) if function.counts_tokens else host.valid_rows
-            if own := sums_by_source(loss, batch, len(labels)):
-                sums[3:] += torch.cat(own)
+            for name, part in loss.parts.items():
+                own_losses[name] = own_losses.get(name, 0) + part.double().view(1)
+            if rows := sums_by_source(loss, batch, len(labels)):
+                sums[3:] += torch.cat(rows)
             stopped = asked_to_stop()
+    sums = torch.cat([sums, *own_losses.values()])
     if parts.job.place.tensor:  # another rank has the same numbers; a NaN stays one
         sums, counted = 0 * sums, 0
     total, right, weight, *by_source = sum_over_ranks(*sums.tolist(), counted)
     count = weight + by_source.pop()
     losses = zip(labels, by_source, by_source[len(labels) :], strict=False)
     means = {label: loss / weight for label, loss, weight in losses if weight}
+    own = zip(own_losses, by_source[2 * len(labels) :], strict=True)
+    means |= {name: loss / (count or 1) for name, loss in own}
     accuracy = right / max(count, 1) if function.classifies else None
     of_tokens = function.is_token_entropy and data.info.kind == "text"
     return Evaluation(total / (count or 1), accuracy, stopped, of_tokens, by_source=means)

@@ -25,13 +25,21 @@ from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.torch_private import fake_forward
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
-from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.registry import matched, with_model_tokenizer
 from fsdp.distributed.mesh import BatchPlan, MeshSizes, RankPlace, place_of, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.init import seeded, to_empty
-from fsdp.models.loss import CustomLoss, LossFunction, load_loss
-from fsdp.models.registry import PACKED, POSITIONS, PREFIX, check_name, check_parameters
+from fsdp.models.loss import LossFunction
+from fsdp.models.registry import (
+    PACKED,
+    POSITIONS,
+    PREFIX,
+    CustomLoss,
+    check_name,
+    check_parameters,
+    load_loss,
+)
 from fsdp.models.units import batch_norms, kept_tensors
 from fsdp.optim.optimizer import Schedule, TrainState, load_factory
 from fsdp.rundir import history
@@ -126,6 +134,7 @@ def prepare(
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)
+    data = matched(data, spec, own_loss=bool(config.train.loss))
     sharding = sharding_of(config, sizes, device)
     return Job(
         data=data,

@@ -19,7 +19,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import Checkpointer
 from fsdp.data.types import Batch, DataInfo, StepBatch
 from fsdp.distributed.collectives import Sum, call_after_backward
-from fsdp.models.loss import LABELS, LossFunction, LossParts
+from fsdp.models.loss import LABELS, PART, LossFunction, LossParts
 from fsdp.models.registry import ROW_POSITIONS
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
@@ -124,7 +124,7 @@ def _forward(
     if loss.auxiliary is not None:
         scaled = scaled + loss.auxiliary * (factor / totals.rows)
     own = loss.loss_sum.detach().double()
-    if loss.weight is not None or loss.auxiliary is not None or totals.sources:
+    if loss.weight is not None or loss.auxiliary is not None or loss.parts or totals.sources:
         own = numbers_of(own, loss, batch, totals.sources)
     if sharded.experts is not None:
         own = torch.cat([own.view(-1), sharded.experts.tokens()])
@@ -181,10 +181,11 @@ def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
 
 
 def numbers_of(total: Tensor, loss: LossParts, batch: Batch, sources: int) -> Tensor:
-    """A micro-batch's numbers in float64: the loss, the weight of a user's loss or what a model adds to its
-    cross entropy, then the sources' losses and weights.
+    """A micro-batch's numbers in float64: the loss, the weight of a user's loss, what a model adds to its
+    cross entropy or the losses that it returns, then the sources' losses and weights.
     """
-    own = [part.detach().view(1).double() for part in (loss.weight, loss.auxiliary) if part is not None]
+    numbers = (loss.weight, loss.auxiliary, *loss.parts.values())
+    own = [part.detach().view(1).double() for part in numbers if part is not None]
     return torch.cat([total.view(1), *own, *sums_by_source(loss, batch, sources)])
 
 
@@ -269,8 +270,10 @@ class BatchTotals(Totals):
         self.loss = sums[0] / self._weight
         if self.factor is not None:
             self.loss = self.loss * self.factor()
-        first = 1 + (self.factor is not None) + added
+        own = len(self._loss_function.parts.get(True, ()))
+        first = 1 + (self.factor is not None) + added + own
         parts = loads + ([sums[1:2] / self.rows] if added else [])
+        parts += [sums[first - own : first] / self._weight] if own else []
         if self.sources:
             self.lacks_sources = len(sums) == first
             parts += [] if self.lacks_sources else [sums[first : first + 2 * self.sources]]
@@ -281,9 +284,10 @@ class BatchTotals(Totals):
         """The record's fields from the fetched numbers of `more`."""
         names = [] if self._experts is None else [*self._experts.FIELDS]
         names += ["aux_loss"] if self._loss_function.adds else []
+        names += [PART + name for name in self._loss_function.parts.get(True, ())]
         fields, numbers = dict(zip(names, numbers, strict=False)), numbers[len(names) :]
         losses, weights = numbers[: self.sources], numbers[self.sources :]
         for label, loss, weight in zip(self._labels, losses, weights, strict=False):  # none, or one each
             if weight:
-                fields |= {f"loss/{label}": loss / weight, f"{self._loss_function.unit}/{label}": weight}
+                fields |= {f"{PART}{label}": loss / weight, f"{self._loss_function.unit}/{label}": weight}
         return fields

@@ -140,8 +140,6 @@ def broken() -> Any:
         ("pear", {}, r"has no attribute .*pear"),
         ("Pairs", {"cuont": 3}, r"cuont is not an argument of .* HINT: --data.args.count VALUE"),
         ("with_heldout", {}, r"with_heldout needs count. HINT: --data.args.count VALUE"),
-        ("Stream", {}, r"a stream of type Stream, which has no length and no state_dict: .*HINT"),
-        ("Sized", {}, r"of type Sized, which has no items by index and no state_dict: .*HINT"),
         ("Bad", {}, r"sample 0 cannot be read: TypeError: an item is a tuple, neither "),
         ("Counted", {}, r"Counted: classes is 10\. HINT: classes = "),
         ("Flat", {}, r"Flat: scale of a batch is not a tensor with a row for each item\. HINT: "),
@@ -153,6 +151,11 @@ def test_what_is_wrong_with_ones_own_is_said(factory: str, args: dict[str, Any],
     with pytest.raises(ConfigError, match=message) as caught:
         build(f"{__name__}:{factory}", **args)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Stream", "Sized"])
+def test_an_iterable_is_a_stream_though_it_has_a_length(name: str) -> None:
+    assert build(f"{__name__}:{name}").stream is not None
 
 
 def test_a_datasets_own_collate_makes_the_batches_of_unlike_samples() -> None:

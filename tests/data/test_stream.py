@@ -79,11 +79,6 @@ def build(name: str, **args: Any) -> Any:
     return build_dataset(DataSection(name=f"tests.data.test_stream:{name}", args=args))
 
 
-class Stateless:
-    def __iter__(self) -> Iterator[Any]:
-        yield from range(3)
-
-
 class Late(Lines):
     """Changes its state after the yield."""
 
@@ -103,10 +98,6 @@ class Draws(Lines):
 class Odd(Lines):
     def state_dict(self) -> Any:
         return {"given": np.arange(3)}
-
-
-def stateless() -> Stateless:
-    return Stateless()
 
 
 def late() -> Late:
@@ -157,7 +148,6 @@ def test_an_iterable_dataset_with_items_by_index_is_read_by_them() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("stateless", r"a stream of type Stateless, which has no length and no state_dict: .*HINT: give it"),
         ("late", r"the state of Late, leads to another item .*HINT: change the state"),
         ("draws", r"the state of Draws, leads to another item"),
         ("odd", r"the state of Odd, or its first items, cannot be read: "),

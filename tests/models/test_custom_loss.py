@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.data import build_dataset
-from fsdp.models.loss import LossFunction, load_loss
+from fsdp.models.loss import LossFunction
+from fsdp.models.registry import load_loss
 from tests.support import plain_loop
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
