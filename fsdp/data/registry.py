@@ -40,10 +40,19 @@ from fsdp.base.object_client import is_url
 from fsdp.base.text import columns, listed, nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.sections import expanded, shown_value, with_home
-from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample, source_section
+from fsdp.data.types import (
+    ITEMS_HINT,
+    UNSIGNED,
+    DataInfo,
+    DataSet,
+    Samples,
+    Where,
+    first_sample,
+    source_section,
+    widened,
+)
 from fsdp.models.registry import (
     PREFIX,
-    ModelSpec,
     blame,
     load_attribute,
     parameters_of,
@@ -61,9 +70,6 @@ BUILT_INS = {
     "synthetic": "images:synthetic",
 }
 """Name → module of fsdp.data, and its function (where, *, …) -> DataSet, whose keywords are --data.args."""
-ITEMS_HINT = (
-    "items are (inputs, targets), ((first, second), targets), or dicts with the names of forward's parameters"
-)
 LOOKED_AT = 1000
 """Files below a folder, to tell images, rows and text apart."""
 
@@ -351,7 +357,7 @@ class ItemSamples:
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         items = [self.items[int(index)] for index in indices]
         if self._collate is not None:
-            return _widened(_as_dict(self._collate(items), "collate's batch"))
+            return widened(_as_dict(self._collate(items), "collate's batch"))
         rows = [_as_dict(item) for item in items]
         try:
             collated: Mapping[str, Tensor] = default_collate(rows)
@@ -361,17 +367,7 @@ class ItemSamples:
                 f"{which}: those of one batch must have one shape: {one_line(error)}.",
                 "give your Dataset a method collate(items) that pads them to one length: docs/data.md",
             ) from None
-        return _widened(collated)
-
-
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32, *_UNSIGNED)
-
-
-def _widened(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Targets and labels of whole numbers as int64, which cross entropy reads; arrays often have less."""
-    long = [name for name in ("targets", "labels") if getattr(batch.get(name), "dtype", None) in _NARROW]
-    return {name: value.long() if name in long else value for name, value in batch.items()}
+        return widened(collated)
 
 
 def _as_dict(item: Any, name: str = "an item") -> dict[str, Any]:
@@ -397,7 +393,7 @@ def _value(value: Any) -> Any:
         return torch.tensor(float(value))  # also of numpy's class
     if isinstance(value, (list, tuple, np.ndarray)):
         value = torch.as_tensor(value)
-    return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
+    return value.long() if isinstance(value, Tensor) and value.dtype in UNSIGNED else value
 
 
 def _info(name: str, samples: Samples, items: Any) -> DataInfo:
@@ -423,63 +419,3 @@ def _info(name: str, samples: Samples, items: Any) -> DataInfo:
     tokens = inputs.shape[1] if kind == "text" else 0
     form: dict[str, Any] = {"tokens_per_sample": tokens, "default_epochs": 1, "fields": tuple(first)}
     return DataInfo(kind=kind, facts=facts, class_names=classes, **form)
-
-
-# ---------------------------------------------------------------- items and the model's forward
-
-
-class MatchedSamples:
-    """Samples with the names of their fields replaced."""
-
-    def __init__(self, samples: Samples, names: Mapping[str, str]) -> None:
-        self._samples, self._names = samples, names
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        fields = self._samples.batch(indices).items()
-        return _widened({self._names.get(name, name): value for name, value in fields})
-
-
-def matched(data: DataSet, spec: ModelSpec, *, own_loss: bool) -> DataSet:
-    """The data with their fields under the names that a run reads: `inputs` is what forward's first parameter
-    takes, the others have its parameters' names. A single field that forward does not take is `targets`,
-    unless `own_loss`, the function of --train.loss, reads it; and the targets of a pair are what a single
-    parameter without a field takes. ConfigError where they do not fit.
-    """
-    fields, parameters = data.info.fields, spec.takes
-    inputs = [field for field in fields if field.partition(".")[0] == "inputs"]
-    if not fields or (len(inputs) == 1 and parameters is None):
-        return data
-    if parameters is None:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            parameters = inspect.signature(spec.build().forward).parameters
-    takes = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    names = dict(zip(inputs or takes, ["inputs", *takes[1 : len(inputs)]], strict=False))
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needs = [name for name, p in parameters.items() if p.kind in by_name and p.default is p.empty]
-    known = (*fields, *takes[: len(inputs) or 1], "num_items_in_batch")
-    lacking = [name for name in needs if name not in known]
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    rest = [field for field in fields if field not in (*parameters, *names)]
-    if rest == ["targets"]:
-        names |= {"targets": lacking.pop()} if len(lacking) == 1 else {}
-    elif len(rest) == 1 and not own_loss and not any_name:
-        names[rest[0]] = "targets"
-    renamed = {names.get(field, field) for field in fields}
-    if lacking or "inputs" not in renamed or len(renamed) < len(fields) or len(names) < len(inputs):
-        raise ConfigError(
-            f"the items of --data.name have {', '.join(fields)}, and the forward of --model.name {spec.name} "
-            f"takes {', '.join(takes) or 'nothing by its place'}.",
-            f"{ITEMS_HINT}: {', '.join(needs or takes) or 'def forward(self, NAME)'}",
-        )
-    if all(name == field for field, name in names.items()):
-        return data
-    train: Any = MatchedSamples(data.train, names)
-    if data.stream is not None:
-        from fsdp.data.stream import StreamSamples
-
-        train = StreamSamples(data.stream, train.batch)
-    heldout = data.heldout and MatchedSamples(data.heldout, names)
-    return dataclasses.replace(data, train=train, heldout=heldout)

@@ -1,5 +1,6 @@
-"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, the arguments of a data set (Where); and the
-one global cursor: (seed, step, global batch) → sample indices, independent of the world size.
+"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, the arguments of a data set (Where); how the
+fields of a user's items meet the parameters of forward (`matched`); and the one global cursor: (seed, step,
+global batch) → sample indices, independent of the world size.
 
 An epoch's order is a keyed permutation of 0…n-1 that is computed on demand: a generalised Feistel network on
 a grid of a × b ≥ n cells, applied repeatedly until a number falls inside 0…n-1 (cycle walking: Black and
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ from fsdp.models.loss import TokenCounts
 
 if TYPE_CHECKING:
     from fsdp.data.stream import StreamItems
+    from fsdp.models.registry import ModelSpec
 
 
 MASKED = -100
@@ -196,6 +199,78 @@ def first_sample(name: str, samples: Samples, hint: str) -> dict[str, Tensor]:
         return samples.batch(np.array([0], np.int64))
     except Exception as error:
         raise ConfigError(f"{name}: sample 0 cannot be read: {one_line(error)}.", hint) from error
+
+
+# ---------------------------------------------------------------- the fields of items and the model's forward
+
+ITEMS_HINT = (
+    "items are (inputs, targets), ((first, second), targets), or dicts with the names of forward's parameters"
+)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32, *UNSIGNED)
+
+
+def widened(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Targets and labels of whole numbers as int64, which cross entropy reads; arrays often have less."""
+    long = [name for name in ("targets", "labels") if getattr(batch.get(name), "dtype", None) in _NARROW]
+    return {name: value.long() if name in long else value for name, value in batch.items()}
+
+
+class MatchedSamples:
+    """Samples with the names of their fields replaced."""
+
+    def __init__(self, samples: Samples, names: Mapping[str, str]) -> None:
+        self._samples, self._names = samples, names
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        fields = self._samples.batch(indices).items()
+        return widened({self._names.get(name, name): value for name, value in fields})
+
+
+def matched(data: DataSet, spec: ModelSpec, *, own_loss: bool) -> DataSet:
+    """The data with their fields under the names that a run reads: `inputs` is what forward's first parameter
+    takes, the others have its parameters' names. A single field that forward does not take is `targets`,
+    unless `own_loss`, the function of --train.loss, reads it; and the targets of a pair are what a single
+    parameter without a field takes. ConfigError where they do not fit.
+    """
+    fields, parameters = data.info.fields, spec.takes
+    inputs = [field for field in fields if field.partition(".")[0] == "inputs"]
+    if not fields or (len(inputs) == 1 and parameters is None):
+        return data
+    if parameters is None:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            parameters = inspect.signature(spec.build().forward).parameters
+    takes = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = dict(zip(inputs or takes, ["inputs", *takes[1 : len(inputs)]], strict=False))
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needs = [name for name, p in parameters.items() if p.kind in by_name and p.default is p.empty]
+    known = (*fields, *takes[: len(inputs) or 1], "num_items_in_batch")
+    lacking = [name for name in needs if name not in known]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    rest = [field for field in fields if field not in (*parameters, *names)]
+    if rest == ["targets"]:
+        names |= {"targets": lacking.pop()} if len(lacking) == 1 else {}
+    elif len(rest) == 1 and not own_loss and not any_name:
+        names[rest[0]] = "targets"
+    renamed = {names.get(field, field) for field in fields}
+    if lacking or "inputs" not in renamed or len(renamed) < len(fields) or len(names) < len(inputs):
+        raise ConfigError(
+            f"the items of --data.name have {', '.join(fields)}, and the forward of --model.name {spec.name} "
+            f"takes {', '.join(takes) or 'nothing by its place'}.",
+            f"{ITEMS_HINT}: {', '.join(needs or takes) or 'def forward(self, NAME)'}",
+        )
+    if all(name == field for field, name in names.items()):
+        return data
+    train: Any = MatchedSamples(data.train, names)
+    if data.stream is not None:
+        from fsdp.data.stream import StreamSamples
+
+        train = StreamSamples(data.stream, train.batch)
+    heldout = data.heldout and MatchedSamples(data.heldout, names)
+    return dataclasses.replace(data, train=train, heldout=heldout)
 
 
 # ---------------------------------------------------------------- the cursor

@@ -34,8 +34,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import chunks_by, fake_forward, init_fake_group, without_propagation
 from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
-from fsdp.data.registry import matched, with_model_tokenizer
-from fsdp.data.types import Batch, DataSet
+from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.types import Batch, DataSet, matched
 from fsdp.distributed.boxes import tensors_in
 from fsdp.distributed.mesh import MeshSizes, build_mesh, place_of
 from fsdp.models import ModelSpec, attention, to_empty, transformer, vision

@@ -37,7 +37,8 @@ from fsdp.config import Config, MeshSection
 from fsdp.config.trust import check_store, load_run_config
 from fsdp.data import DataSet, Samples, build_dataset, heldout_batches
 from fsdp.data.images import prepare, upright
-from fsdp.data.registry import matched, with_model_tokenizer
+from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.types import matched
 from fsdp.distributed.collectives import ObjectGroup, broadcast_object
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import DataRank, MeshSizes, build_mesh

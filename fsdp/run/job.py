@@ -25,7 +25,8 @@ from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.torch_private import fake_forward
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
-from fsdp.data.registry import matched, with_model_tokenizer
+from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.types import matched
 from fsdp.distributed.mesh import BatchPlan, MeshSizes, RankPlace, place_of, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
