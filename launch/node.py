@@ -1,15 +1,15 @@
-"""What slurm/node.sh and slurm/lib.sh start on a node of a Slurm job:
+"""What slurm/node.sh starts on a node of a Slurm job, inside the container:
 
-    python -m launch.node port SEED           a free port below the kernel's ephemeral range
     python -m launch.node meet                the nodes' rendezvous; the head prints the common address
-    python -m launch.node here                this host's address and interface on the route to MASTER_ADDR
-    python -m launch.node check               a line about the node, for `sbatch slurm/fsdp.sbatch --dry-run`
-    python -m launch.node ranks FLAGS OF TORCHRUN train.py FLAGS
+    python -m launch.node rank COMMAND…       a command, with gloo's interface on the route to MASTER_ADDR
+    python -m launch.node ranks train.py …    the same for one rank of srun, or torchrun for a node's ranks
+    python -m launch.node ray                 the node of a Ray cluster, until SIGUSR2
 
-The nodes meet before training, so that one that fails is named. `ranks` is torchrun with the exit code of the
-rank that failed first, which it names in one line: the rank has printed its own error, and torchrun itself
-would print a traceback after it, on each node, and end with 1. The other commands are asked of slurm/lib.sh's
-variables; torch is imported by `check` and `ranks` alone.
+The nodes meet before training, so that one that fails is named, by an address and in a folder that all
+share; then torchrun's rendezvous is static, with ranks in Slurm's order of the nodes. Under --dry-run a node
+also prints what it has. torchrun ends with the exit code of the rank that failed first, which it names in one
+line: the rank has printed its own error, and torchrun itself would print a traceback after it, on each node,
+and end with 1. Variables come from slurm/lib.sh; torch is imported by `ranks` and the check alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ import contextlib
 import json
 import logging
 import os
+import shlex
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
+from fsdp.base import proc
 from fsdp.base.errors import ShardrunError
 from fsdp.distributed import env
 from fsdp.distributed.env import address_towards, interface_of, is_loopback, listen
@@ -75,6 +80,13 @@ class Meeting:
     token: str
     nodes: Sequence[str]
     timeout_s: float
+    shared: Path | None = None
+    """The run directory, or the nearest folder above it that is there."""
+
+    @property
+    def probe(self) -> Path | None:
+        """Written by the head before it listens: a node that does not see it shares no folder."""
+        return self.shared / f".meeting-{self.token}" if self.shared else None
 
 
 Ways = dict[str, list[str]]
@@ -87,11 +99,12 @@ def common_address(ways: Ways) -> str | None:
     return next((address for address in first if all(address in other for other in others)), None)
 
 
-async def lead(meeting: Meeting) -> Ways:
+async def lead(meeting: Meeting) -> tuple[Ways, list[str]]:
     """On the head: listen until every node has come or the time is over, then reply to all if they have an
-    address in common.
+    address in common and see the shared folder. Returns also the nodes that do not see it.
     """
     ways: Ways = {}
+    blind: list[str] = []
     callers, over = set[asyncio.Task[None]](), asyncio.Event()
     others = set(meeting.nodes[1:])
 
@@ -103,11 +116,13 @@ async def lead(meeting: Meeting) -> Ways:
             hello = json.loads(await reader.readuntil())
             if isinstance(hello, dict) and hello.get("token") == meeting.token:
                 ways[hello["node"]] = hello["reached"]
+                if not hello.get("sees", True):
+                    blind.append(hello["node"])
                 if others <= ways.keys():
                     over.set()
                 await over.wait()
                 if others <= ways.keys() and common_address(ways):
-                    writer.write(b"go\n")
+                    writer.write(b"no\n" if blind else b"go\n")
                     await reader.read()  # the caller closes first: the port has no TIME_WAIT then
         writer.close()
 
@@ -118,7 +133,7 @@ async def lead(meeting: Meeting) -> Ways:
         over.set()
         if callers:
             await asyncio.wait(callers, timeout=HEAD_WAITS_LONGER_S)
-    return ways
+    return ways, blind
 
 
 def reach(meeting: Meeting, limit_s: float) -> tuple[dict[str, socket.socket], dict[str, str]]:
@@ -153,7 +168,11 @@ def come(meeting: Meeting, node: str) -> dict[str, str] | None:
             for stream in streams.values():
                 stack.enter_context(stream)
             # an address counts as failed only if the head was listening: hence the second round
-            if listens and streams and _greet(meeting, node, streams, deadline - time.monotonic()):
+            left = deadline - time.monotonic()
+            reply = _greet(meeting, node, streams, left) if listens and streams else b""
+            if reply.startswith(b"no"):  # the head says why
+                return dict.fromkeys(answers, "reached")
+            if reply:
                 if answers[preferred := meeting.hosts[0]] != "reached":
                     line = f"{node} did not reach {meeting.nodes[0]} at {preferred}: the nodes meet elsewhere"
                     print(f"rendezvous: {line}", file=sys.stderr)
@@ -163,21 +182,24 @@ def come(meeting: Meeting, node: str) -> dict[str, str] | None:
     return answers
 
 
-def _greet(meeting: Meeting, node: str, streams: dict[str, socket.socket], left_s: float) -> bool:
-    """Whether the head has replied. It does not if it is another job's, at its time-out, and where the nodes
-    have no address in common.
+def _greet(meeting: Meeting, node: str, streams: dict[str, socket.socket], left_s: float) -> bytes:
+    """The head's reply. There is none from another job's, at its time-out, and where the nodes have no
+    address in common.
     """
     stream = next(iter(streams.values()))
-    hello = {"token": meeting.token, "node": node, "reached": [*streams]}
+    sees = meeting.probe is None or meeting.probe.exists()
+    hello = {"token": meeting.token, "node": node, "reached": [*streams], "sees": sees}
     with contextlib.suppress(OSError):
         stream.settimeout(max(left_s, 0) + HEAD_WAITS_LONGER_S)
         stream.sendall(json.dumps(hello).encode() + b"\n")
-        return stream.recv(3) != b""
-    return False
+        return stream.recv(3)
+    return b""
 
 
 async def meet(meeting: Meeting, node: str) -> int:
-    """Run the rendezvous on this node; returns the exit status. The head prints the address to stdout."""
+    """Run the rendezvous on this node; returns the exit status. The head prints the address to stdout, or a
+    line `failed NODE` for each node that did not come.
+    """
     head, *others = meeting.nodes
     if not others:
         print("127.0.0.1", flush=True)
@@ -189,17 +211,30 @@ async def meet(meeting: Meeting, node: str) -> int:
             reasons = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
             print(f"{node} cannot reach {head} {limit}: {reasons}.", file=sys.stderr)
         return int(answers is not None)
-    ways = await lead(meeting)
+    try:
+        if meeting.probe:
+            meeting.probe.touch()
+        ways, blind = await lead(meeting)
+    except OSError as error:
+        print(f"{head} cannot write into {meeting.shared}: {error.strerror}", file=sys.stderr)
+        return 1
+    finally:
+        if meeting.probe:
+            meeting.probe.unlink(missing_ok=True)
+    hint = "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach"
     if missing := [other for other in others if other not in ways]:
+        print(*(f"failed {other}" for other in missing), sep="\n", flush=True)
         hosts = " or ".join(f"{host}:{meeting.port}" for host in meeting.hosts)
         problem = f"{', '.join(missing)} did not reach {head} at {hosts} {limit}."
+    elif blind:
+        problem = f"{', '.join(sorted(blind))} does not see what {head} wrote into {meeting.shared}."
+        hint = "a --run.dir that all nodes share, mounted there too"
     elif (address := common_address(ways)) is None:
         reached = "; ".join(f"{other} by {', '.join(ways[other])}" for other in others)
         problem = f"no address of {head} is reached by all nodes: {reached}."
     else:
         print(address, flush=True)
         return 0
-    hint = "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach"
     print(f"rendezvous: {problem} HINT: {hint}", file=sys.stderr, flush=True)
     return 1
 
@@ -207,7 +242,25 @@ async def meet(meeting: Meeting, node: str) -> int:
 # ---------------------------------------------------------------- the ranks
 
 
-def ranks(argv: Sequence[str]) -> int:
+def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
+    """A static rendezvous at the address where the nodes have met."""
+    return [
+        f"--nnodes={environ['SLURM_STEP_NUM_NODES']}",
+        f"--node-rank={environ['SLURM_NODEID']}",
+        f"--nproc-per-node={environ['SHARDRUN_RANKS_PER_NODE']}",
+        f"--master-addr={environ['MASTER_ADDR']}",
+        f"--master-port={environ['MASTER_PORT']}",
+        "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
+        *(["--tee=3", f"--log-dir={environ['SHARDRUN_RUN']}/logs/ranks"] if trains(environ) else []),
+        *shlex.split(environ.get("SHARDRUN_TORCHRUN_ARGS", "")),
+    ]
+
+
+def trains(environ: Mapping[str, str]) -> bool:
+    return environ.get("SHARDRUN_MODE", "train") == "train"
+
+
+def torchrun(argv: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -223,12 +276,71 @@ def ranks(argv: Sequence[str]) -> int:
     return 0
 
 
-def check(node: str, run: Path, count: int) -> int:
-    """Print what the node has, and its problems, for which the exit code is 1. RUN need not exist yet."""
+def ranks(argv: Sequence[str]) -> int:
+    """The ranks of this node, or one rank where srun starts each."""
+    environ = os.environ
+    if environ["SHARDRUN_LAUNCHER"] != "torchrun":
+        execute([sys.executable, *argv])
+    # torchrun inserts the rank: the same prefix as that of srun --label
+    environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${rank}: "
+    flags = torchrun_flags(environ)
+    if environ.get("SHARDRUN_MODE") == "dry-run" and environ["SLURM_NODEID"] == "0":
+        print(f"on each node, with its node rank: torchrun {shlex.join([*flags, *argv])}", flush=True)
+    return torchrun([*flags, *argv])
+
+
+def execute(argv: Sequence[str]) -> NoReturn:
+    os.execvp(argv[0], list(argv))
+
+
+# ---------------------------------------------------------------- Ray
+
+
+def ray_node(environ: Mapping[str, str]) -> int:
+    """This node's part of a Ray cluster, until SIGUSR2 says that the driver has ended: SIGTERM drains it."""
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    folder = tempfile.mkdtemp(prefix=f"ray-{environ['SLURM_JOB_ID']}-", dir="/tmp")
+    role = [f"--address={address}:{port}"]
+    if environ["SLURM_NODEID"] == "0":
+        role = ["--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
+    deadline = time.monotonic() + float(environ["SHARDRUN_TIMEOUT_S"])
+    while environ["SLURM_NODEID"] != "0" and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), PROBE_S).close()
+            break
+        time.sleep(RETRY_S)
+    # as many CPUs as ranks, so that each node gets an equal number of ranks
+    cpus = f"--num-cpus={environ['SHARDRUN_RANKS_PER_NODE']}"
+    command = [
+        "ray",
+        "start",
+        "--block",
+        f"--node-ip-address={here(address)[0]}",
+        cpus,
+        "--disable-usage-stats",
+    ]
+    process = subprocess.Popen([*command, *role], stdout=subprocess.DEVNULL)
+
+    def end(*_: object) -> None:
+        for pid in [*proc.children(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGUSR2, end)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    code = process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+# ---------------------------------------------------------------- the check of a node
+
+
+def check(node: str, shared: Path, count: int) -> int:
+    """Print what the node has, and its problems, for which the exit code is 1."""
     import torch
 
-    folder = next(parent for parent in (run, *run.parents) if parent.is_dir())
-    problems = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written"]
+    problems = [] if os.access(shared, os.W_OK) else [f"{shared} cannot be written"]
     devices = "no device for a rank"
     try:
         env.check_gpus_are_seen()
@@ -237,7 +349,7 @@ def check(node: str, run: Path, count: int) -> int:
     except ShardrunError as error:
         problems.append(str(error))
     python = f"Python {sys.version.split()[0]} at {sys.executable}"
-    print(f"{node}: {devices}; {python}; torch {torch.__version__}; {folder} is here")
+    print(f"{node}: {devices}; {python}; torch {torch.__version__}; {shared} is shared", file=sys.stderr)
     for problem in problems:
         print(f"{node}: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -245,25 +357,29 @@ def check(node: str, run: Path, count: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     command, variables = argv[0], os.environ
-    if command == "ranks":
-        return ranks(argv[1:])
-    if command == "port":
-        print(free_port(int(argv[1])))
-    elif command == "here":
-        print(*here(variables["MASTER_ADDR"]))
-    elif command == "check":
-        run, count = Path(variables["SHARDRUN_RUN"]).absolute(), int(variables["SHARDRUN_RANKS_PER_NODE"])
-        return check(variables["SLURMD_NODENAME"], run, count)
-    else:
-        meeting = Meeting(
-            hosts=[*dict.fromkeys(variables["SHARDRUN_HOSTS"].split(","))],
-            port=int(variables["MASTER_PORT"]),
-            token=variables["SHARDRUN_TOKEN"],
-            nodes=variables["SHARDRUN_NODES"].split(","),
-            timeout_s=float(variables["SHARDRUN_TIMEOUT_S"]),
-        )
-        return asyncio.run(meet(meeting, variables["SLURMD_NODENAME"]))
-    return 0
+    if command == "ray":
+        return ray_node(variables)
+    if command in ("rank", "ranks"):
+        # c10d warns in C++ of names that do not resolve and of a store that has ended
+        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        _, variables["GLOO_SOCKET_IFNAME"] = here(variables["MASTER_ADDR"])
+        return ranks(argv[1:]) if command == "ranks" else execute(argv[1:])
+    if command != "meet":
+        raise SystemExit(f"{command} is neither meet, rank, ranks nor ray.")
+    node, shared = variables["SLURMD_NODENAME"], Path(variables["SHARDRUN_SHARED"])
+    mode = variables.get("SHARDRUN_MODE")
+    meeting = Meeting(
+        hosts=[*dict.fromkeys(variables["SHARDRUN_HOSTS"].split(","))],
+        port=int(variables["MASTER_PORT"]),
+        token=variables["SHARDRUN_TOKEN"],
+        nodes=variables["SHARDRUN_NODES"].split(),
+        timeout_s=float(variables["SHARDRUN_TIMEOUT_S"]),
+        shared=None if mode == "preflight" else shared,  # the doctor names such a node itself
+    )
+    code = asyncio.run(meet(meeting, node))
+    if code == 0 and mode == "dry-run":
+        return check(node, shared, int(variables["SHARDRUN_RANKS_PER_NODE"]))
+    return code
 
 
 if __name__ == "__main__":

@@ -4,21 +4,25 @@
     python -m launch.slurm_job judge RUN --job 12 --code 1
 
 `begin` checks the flags and what Slurm has allocated, and prints variables of slurm/lib.sh as bash reads
-them: the run directory, train.py's flags, the ranks and GPUs of a node, the command of a new job. `judge`
-runs after the ranks have ended: launch/policy.py decides, and the exit status is the decision, because a
-status leaves a container. slurm/lib.sh calls Slurm's commands, and passes what they print in variables.
-Both hold the run directory's lock while they write, and write nothing if another job holds it.
+them: the run directory, the program of the ranks, the ranks and GPUs of a node, the command of a new job.
+`judge` runs after the ranks have ended: launch/policy.py decides, and the exit status is the decision,
+because a status leaves a container; it prints the variables of the next start in this allocation, or the
+nodes that the requeued job leaves out. slurm/lib.sh calls Slurm's commands, and passes what they print in
+variables. Both hold the run directory's lock while they write, and write nothing if another job holds it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import shlex
 import signal
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,12 +37,14 @@ from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.distributed.env import from_environment, job_start
 from fsdp.rundir import history
-from fsdp.rundir.history import RunDir, open_run
+from fsdp.rundir.history import RunDir, open_run, write_atomically
 from fsdp.rundir.lock import Folder, hold
 from fsdp.watch import records
 from launch.guard import TOKEN, Marker, run_rank
+from launch.node import free_port
 from launch.policy import (
     DONE,
+    EXIT_DIED,
     EXIT_HUNG,
     EXIT_REFUSED,
     Act,
@@ -118,6 +124,7 @@ def _end(run: RunDir, marker: Marker, job: str, restart: int, code: int, unmet: 
     if end is None:
         end = end_of(run, marker, code, starting=_failed_while_starting(events))
         about = {"code": end.code, "kind": end.kind.name, "starting": end.starting}
+        about |= {"node": records.failed_node(run.path / "watch", history.newest_start(events))}
         history.record(run, "crash", job=job, restart=restart, step=end.step, **about)
     return end, past
 
@@ -144,6 +151,13 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     if kind is Kind.DIED and hang_ended_newest_start(run):
         code = EXIT_HUNG  # srun ends with the code of a rank that was killed after it
     return End(kind, history.last_step(run.metrics), starting, code, "" if kind is Kind.DIED else _SEE_ABOVE)
+
+
+def failed_nodes(run: RunDir, job: str, restart: int) -> list[str]:
+    """The node that all crashes of this allocation have in common, if there is one."""
+    events = [event for event in history.events(run) if event["event"] == "crash"]
+    nodes = {event.get("node", "") for event in events if (event["job"], event["restart"]) == (job, restart)}
+    return sorted(nodes) if len(nodes) == 1 and "" not in nodes else []
 
 
 def hang_ended_newest_start(run: RunDir) -> bool:
@@ -260,14 +274,23 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
     """Check the flags and the allocation, remove the markers of the last start, and record a start without an
     end as lost. Returns the job's variables.
     """
-    flags = flags_of(words)
+    job, task = environ.get("SHARDRUN_JOB", "0"), environ.get("SHARDRUN_JOB", "0").partition("_")[2]
+    if not task and any("{task}" in word for word in words):
+        raise ConfigError("{task} is the number of a task, and the job is no array.", "sbatch --array=0-3 …")
+    flags = [word.replace("{task}", task) for word in flags_of(words)]
     config = configuration.load(flags)
     if (launcher := environ.get("SHARDRUN_LAUNCHER", "torchrun")) not in ("torchrun", "srun", "ray"):
         raise ConfigError(f"LAUNCHER={launcher} is no launcher.", "LAUNCHER=torchrun, srun or ray")
-    record, job = environ.get("SHARDRUN_RECORD", ""), environ.get("SHARDRUN_JOB", "0")
+    mode = next((word[2:] for word in words if word in MODES), "train")
+    if mode == "preflight" and launcher == "ray":
+        launcher = "torchrun"
+    record = environ.get("SHARDRUN_RECORD", "")
+    nodes = environ.get("SHARDRUN_NODES", "").split() or [""]
     ranks, gpus = ranks_and_gpus(environ, on_cpu=config.run.device == "cpu")
     run = open_run(config.run.dir or f"runs/{environ.get('SLURM_JOB_NAME', 'job')}-{job}")
-    if "--dry-run" not in words:
+    verdict = run.path / "doctor" / "verdict"
+    if mode != "dry-run":
+        verdict.unlink(missing_ok=True)
         with holding(run, job_start()):
             history.remove_markers(run)
             events = history.events(run)
@@ -279,12 +302,31 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
     repeated = (pair.split("=") for pair in REPEATED.split())
     options = {option: field(record, name, "0") for option, name in repeated}
     script = field(record, "Command")
+    on_ray = ["--backend", "ray", "--ray.num_workers", str(len(nodes) * ranks)] if launcher == "ray" else []
+    train = [f"{HOME}/train.py", "--run.dir", str(run.path), *on_ray, *flags]
+    program = {
+        "train": train,
+        "dry-run": [*train, "--dry-run"],
+        "preflight": ["-m", "fsdp.doctor", "--dir", str(run.path), "--verdict-to", str(verdict)],
+    }
+    address = field(environ.get("SHARDRUN_NODE_RECORD", ""), "NodeAddr", nodes[0])
+    start = f"start {int(environ.get('SLURM_RESTART_COUNT') or 0) + 1}"
+    print(
+        f"job {job} ({environ.get('SLURM_JOB_NAME', 'job')}), {start}: {len(nodes)} nodes × {ranks} ranks "
+        f"on {' '.join(nodes)}; run {run.path}"
+    )
     return {
         "SHARDRUN_RUN": str(run.path),
-        "SHARDRUN_MODE": next((word[2:] for word in words if word in MODES), "train"),
+        "SHARDRUN_MODE": mode,
+        "SHARDRUN_LAUNCHER": launcher,
         "SHARDRUN_RANKS_PER_NODE": str(ranks),
+        "SHARDRUN_STEPS": str(config.train.steps),
+        "SHARDRUN_SHARED": str(next(parent for parent in (run.path, *run.path.parents) if parent.is_dir())),
+        # for networks without name resolution, the address that Slurm uses for the first node
+        "SHARDRUN_HOSTS": environ.get("RDZV_HOST") or f"{nodes[0]},{address}",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
-        "flags": flags,
+        **next_try(0, environ),
+        "program": program[mode],
         "node_gpus": gres,
         "again": [
             *("sbatch", f"--dependency=afterany:{job}", f"--nodes={environ.get('SLURM_JOB_NUM_NODES', 1)}"),
@@ -296,6 +338,13 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
             *("--run.dir", str(run.path), *flags),
         ],
     }
+
+
+def next_try(number: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of a start of the ranks: its number in this allocation, its token, a free port."""
+    start = f"{environ.get('SHARDRUN_JOB', '0')}-{environ.get('SLURM_RESTART_COUNT') or 0}-{number}"
+    port = free_port(zlib.crc32(start.encode()))
+    return {"SHARDRUN_TRY": str(number), TOKEN: start, "MASTER_PORT": str(port)}
 
 
 def as_bash(name: str, value: str | list[str]) -> str:
@@ -318,6 +367,7 @@ def _parser() -> argparse.ArgumentParser:
     # the rendezvous failed; the ranks cannot start again in this allocation
     for flag in ("--unmet", "--no-again"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--failed", default="", help="nodes whose hook failed, or that did not come")
     return parser
 
 
@@ -325,20 +375,56 @@ def main(argv: Sequence[str]) -> int:
     command, *words = argv
     try:
         if command == "begin":
-            variables = begin([word for word in words if word != "--"])
-            print("\n".join(as_bash(name, value) for name, value in variables.items()))
+            assign(begin([word for word in words if word != "--"]))
             return 0
         options = vars(_parser().parse_args(words))
         run, record = open_run(options.pop("run")), os.environ.get("SHARDRUN_RECORD", "")
+        if (mode := os.environ.get("SHARDRUN_MODE", "train")) != "train":
+            return end_of_check(run, mode, options["code"], options["failed"])
         # in the shell of salloc there is no batch script to requeue
         requeue = not record or (" Requeue=1" in record and " BatchFlag=1" in record)
         allocation = Allocation(requeue=requeue, again=not options.pop("no_again"))
-        decision = judge(run, **options, allocation=allocation)
+        failed = [name for name in options.pop("failed").split(",") if name]
+        if len(failed) > 1 and len(failed) == len(os.environ.get("SHARDRUN_NODES", "").split()):
+            decision = Decision(Act.END, EXIT_DIED, "all nodes failed", "the lines above say why")
+        else:
+            decision = judge(run, **options, allocation=allocation)
+        if decision.act is Act.AGAIN:
+            assign(next_try(int(os.environ.get("SHARDRUN_TRY", "0")) + 1))
+        elif decision.act is Act.REQUEUE and not options["unmet"]:
+            failed = failed_nodes(run, options["job"], options["restart"])
     except ShardrunError as error:
         print_line(str(error))
         return error.exit_code
+    if decision.act is Act.REQUEUE and failed:
+        before = field(record, "ExcNodeList").replace("(null)", "")
+        assign({"left_out": [",".join(filter(None, [before, *failed]))]})
     print_line(message(run, decision), sys.stdout)
     return {Act.REQUEUE: REQUEUE, Act.AGAIN: AGAIN, Act.END: decision.code}[decision.act]
+
+
+def assign(variables: Mapping[str, str | list[str]]) -> None:
+    """Print assignments, which slurm/lib.sh evaluates."""
+    print("\n".join(as_bash(name, value) for name, value in variables.items()))
+
+
+def end_of_check(run: RunDir, mode: str, code: int, failed: str) -> int:
+    """The exit status of a job that has checked its nodes in place of training, with a line for its log. The
+    doctor's verdict comes in a file: torchrun has no error then.
+    """
+    if failed or (mode == "dry-run" and code):
+        print(f"not ready: {failed or f'the ranks would end with {code}'}")
+        return code or 1
+    if mode == "dry-run":
+        print("ready: nothing was trained")
+        return 0
+    doctor = run.path / "doctor"
+    with contextlib.suppress(OSError):
+        if (doctor / "verdict").read_text().strip() == "0":
+            print("fit to train")
+            return 0
+    print(f"not fit to train: {doctor / 'doctor.txt'}; nodes to exclude: {doctor / 'exclude'}")
+    return 1
 
 
 NEXT = {Act.REQUEUE: "To be requeued.", Act.AGAIN: "Again, in the same allocation."}
@@ -373,8 +459,19 @@ class SubmittedRun:
         env = dataclasses.replace(
             from_environment(device=self.config.run.device), launcher="submitit (slurm)"
         )
-        if code := run_rank(self.config, env)[0]:
+        code, outcome = run_rank(self.config, env)
+        if code:
             sys.exit(code)  # an exception here would be printed a second time, with submitit's frames
+        if env.is_main and outcome is not None:
+            from launch.in_process import record_of
+
+            job = os.environ.get("SHARDRUN_JOB", "0")
+            write_atomically(outcome_file(outcome.run_dir, job), json.dumps(record_of(outcome)) + "\n")
+
+
+def outcome_file(run: Path, job: str) -> Path:
+    """What `SubmittedJob.result` of launch.submit reads: the outcome of a job's last start."""
+    return run / "logs" / f"{job}_outcome.json"
 
 
 if __name__ == "__main__":

@@ -4,33 +4,43 @@
     python -m launch.submit --nodes 2 --dependency=afterok:1234 --reservation=mine -- --train.steps 50
     python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml
 
+    sbatch "$(python -m launch.submit --snapshot)/slurm/fsdp.sbatch" --config recipes/digits.toml
+
 The flags of train.py follow `--`; any other option of sbatch passes through, by its long name: --partition,
 --account, --qos, --cpus-per-task, --mem, --constraint, --exclude … --dry-run prints the sbatch file and
 submits nothing. The code is copied into the run directory, so that a job that waits in the queue runs the
-code that was submitted. The task of the job is in launch/slurm_job.py, its requeue in slurm/lib.sh.
+code that was submitted; --snapshot only makes such a copy, and prints its folder. From Python, `submit`
+returns a job whose `result()` waits for the run's outcome, or raises its error. The task of the job is in
+launch/slurm_job.py, its requeue in slurm/lib.sh.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import json
+import math
 import re
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError, LaunchError
+from fsdp.base.errors import CheckpointError, ConfigError, LaunchError, ShardrunError, TrainingError
+from fsdp.config import Config
 from fsdp.config.command_line import CommandParser, prints_errors, whole_number
 from fsdp.rundir import history
-from fsdp.rundir.history import writing
+from fsdp.rundir.history import RunDir, writing
 from launch.guard import refuse_ray
-from launch.slurm_job import SubmittedRun
+from launch.slurm_job import SubmittedRun, outcome_file
 
 if TYPE_CHECKING:  # --help works without it
     import submitit
@@ -64,6 +74,7 @@ def _parser() -> CommandParser:
         shown = f"{text} (default: {default or 'left to the cluster'})"
         parser.add_argument(name, type=kind, default=default, metavar="VALUE", help=shown)
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch file and submit nothing")
+    parser.add_argument("--snapshot", action="store_true", help="copy the code to runs/code and print where")
     return parser
 
 
@@ -95,8 +106,12 @@ def snapshot(run: Path) -> Path:
     with writing(code):
         code.mkdir(parents=True)
         shutil.copy2(HOME / "train.py", code)
-        for folder in ("fsdp", "launch", "slurm"):
-            shutil.copytree(HOME / folder, code / folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        for folder in ("fsdp", "launch", "slurm", "recipes"):
+            if (HOME / folder).is_dir():
+                skipped = shutil.ignore_patterns("__pycache__", ".*")
+                shutil.copytree(HOME / folder, code / folder, ignore=skipped)
+        if (HOME / ".venv").exists():
+            (code / ".venv").symlink_to(HOME / ".venv")
     return code
 
 
@@ -107,7 +122,7 @@ def executor(
     import submitit
 
     # in the sbatch file after srun's options, where bash has the variables of cluster.env
-    node = f'"${{SRUN_ARGS[@]}}" "${{CONTAINER[@]}}" bash {shlex.quote(str(code / "slurm" / "node.sh"))}'
+    node = f'"${{SRUN_ARGS[@]}}" bash {shlex.quote(str(code / "slurm" / "node.sh"))}'
     python = f"{node} rank {shlex.quote(sys.executable)}"
     # submitit's limit on interruptions is lifted: launch/policy.py limits restarts by progress
     made = submitit.SlurmExecutor(folder=run / "logs", max_num_timeout=1_000_000, python=python)
@@ -126,42 +141,130 @@ def executor(
             f"source {shlex.quote(str(code))}/slurm/lib.sh",
             f"job_begin --run.dir {shlex.quote(str(run))} --run.device {device}",
             f"SHARDRUN_RANKS_PER_NODE={tasks}",
-            "meet_or_leave 0",
+            "meet_or_leave",
             "set +e",
-            'srun() { submitit_srun "$@"; }',
+            # submitit's srun, whose words name SRUN_ARGS, in the background: signals come through
+            f"srun() {{ local rc SRUN_ARGS=(); on_nodes {tasks} --cpu-bind=none --kill-on-bad-exit=1; "
+            'command "${by_srun[@]}" "$@" & wait_through_signals $!; return "$rc"; }',
         ],
         teardown=["rc=$?", "set -e", "judge_and_act --no-again"],
     )
     return made
 
 
-@prints_errors("launch.submit")
-def main(argv: Sequence[str]) -> int:
-    end = list(argv).index("--") if "--" in argv else len(argv)
-    options, others = _parser().parse_known_intermixed_args(list(argv[:end]))
-    sbatch = read_options(others, options.tasks_per_node)
-    config = configuration.load(argv[end + 1 :])
+# ---------------------------------------------------------------- the submitted job
+
+
+POLL_S = 10.0
+ERRORS: dict[int, type[ShardrunError]] = {
+    kind.exit_code: kind for kind in (ConfigError, LaunchError, CheckpointError, TrainingError)
+}
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job in Slurm's queue, through all its requeues."""
+
+    id: str
+    run: Path
+    log: Path
+
+    def state(self) -> str:
+        """Slurm's state of it; empty once it has ended."""
+        command = ["squeue", "--noheader", f"--jobs={self.id}", "--format=%T"]
+        asked = subprocess.run(command, capture_output=True, text=True)
+        if asked.returncode and "Invalid job id" not in asked.stderr:
+            return "UNKNOWN"  # a controller that does not answer
+        return asked.stdout.strip()
+
+    def result(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end, and return `shardrun.record_of` the outcome. Raises the error that ended the run,
+        with its exit code, LaunchError for a job that ended in another way, TimeoutError.
+        """
+        until = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while state := self.state():
+            if time.monotonic() > until:
+                raise TimeoutError(f"job {self.id} is {state} after {timeout_s:.0f} s")
+            time.sleep(min(POLL_S, max(0.1, until - time.monotonic())))
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            failed = json.loads(RunDir(self.run).failed.read_text())
+            if str(failed["start"]).startswith(f"{self.id}-"):
+                error = ERRORS.get(failed["code"], ShardrunError)(failed["message"])
+                error.exit_code = failed["code"]
+                raise error
+        with contextlib.suppress(OSError):
+            outcome: dict[str, Any] = json.loads(outcome_file(self.run, self.id).read_text())
+            return outcome
+        raise LaunchError(f"job {self.id} ended without a result.", f"its log is {self.log}")
+
+
+def submit(
+    flags: Config | Sequence[str],
+    *,
+    nodes: int = 1,
+    gpus_per_node: int | str = "",
+    tasks_per_node: int = 0,
+    time: str = "1:00:00",
+    name: str = "shardrun",
+    signal_s: int = 120,
+    **sbatch: str | bool,
+) -> SubmittedJob:
+    """Submit a run with these flags of train.py. Other options of sbatch are keywords, such as partition or
+    cpus_per_task; True for one without a value.
+    """
+    words = [
+        *("--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--time", time, "--name", name),
+        *("--tasks-per-node", str(tasks_per_node), "--signal-s", str(signal_s)),
+        *(
+            f"--{option.replace('_', '-')}{'' if value is True else f'={value}'}"
+            for option, value in sbatch.items()
+        ),
+    ]
+    options, others = _parser().parse_known_intermixed_args(words)
+    config = flags if isinstance(flags, Config) else configuration.load(flags)
+    return _submit(options, read_options(others, tasks_per_node), _checked(config))
+
+
+def _checked(config: Config) -> Config:
+    """The configuration with its run directory."""
     refuse_ray(config, "launch.submit")
     if importlib.util.find_spec("submitit") is None:
         raise LaunchError("launch.submit needs submitit, which is not installed.", "pip install submitit")
     if shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch here.", "python -m launch.local runs it on this machine")
-    run = history.choose(config).path
-    config = configuration.replace(config, run__dir=str(run))
-    if options.dry_run:
-        made = executor(options, sbatch, run, run / "code", config.run.device)
-        print(made._make_submission_file_text(made._submitit_command_str, "dry-run"))
-        return 0
+    return configuration.replace(config, run__dir=str(history.choose(config).path.absolute()))
+
+
+def _submit(options: argparse.Namespace, sbatch: Mapping[str, str | bool], config: Config) -> SubmittedJob:
     from submitit.core.utils import FailedJobError
 
+    run = Path(config.run.dir)
     code = snapshot(run)
     try:
         job = executor(options, sbatch, run, code, config.run.device).submit(SubmittedRun(config))
     except FailedJobError as error:
         reason = f"nothing was submitted: {' '.join(str(error).split())}."
         raise LaunchError(reason, "docs/slurm.md lists the usual errors") from None
+    return SubmittedJob(job.job_id, run, job.paths.stdout)
+
+
+@prints_errors("launch.submit")
+def main(argv: Sequence[str]) -> int:
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    options, others = _parser().parse_known_intermixed_args(list(argv[:end]))
+    if options.snapshot:
+        print(snapshot(Path("runs").absolute()))
+        return 0
+    sbatch = read_options(others, options.tasks_per_node)
+    config = _checked(configuration.load(argv[end + 1 :]))
+    if options.dry_run:
+        run = Path(config.run.dir)
+        made = executor(options, sbatch, run, run / "code", config.run.device)
+        print(made._make_submission_file_text(made._submitit_command_str, "dry-run"))
+        return 0
+    job = _submit(options, sbatch, config)
     # SIGTERM is a stop request: scancel leaves a checkpoint
-    print(f"job     {job.job_id}\nrun     {run}\nlog     {job.paths.stdout}\ncancel  scancel {job.job_id}")
+    print(f"job     {job.id}\nrun     {job.run}\nlog     {job.log}\ncancel  scancel {job.id}")
     return 0
 
 

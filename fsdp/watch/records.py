@@ -49,6 +49,13 @@ def hang_ended(watch: Path, since: float) -> bool:
     return bool(before) and before[-1] not in OF_DEATHS
 
 
+def failed_node(watch: Path, since: float) -> str:
+    """The node that the newest verdict after this time names; empty if it names none, or several."""
+    verdicts = [r for r in read_records(watch / "verdicts.jsonl") if r.get("time", 0.0) >= since]
+    nodes: list[str] = next((r["nodes"] for r in reversed(verdicts) if r.get("nodes")), [])
+    return nodes[0].partition(".")[0] if len(nodes) == 1 else ""
+
+
 class RecordFiles:
     """A run directory that is gone gets no record: its folder is not made again."""
 

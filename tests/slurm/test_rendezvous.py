@@ -11,6 +11,8 @@ import secrets
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,8 @@ def port() -> int:
 def start(node: str, port: int, hosts: str, nodes: str, *, token: str = "t", timeout: str = "10") -> Process:
     variables = {
         "SLURMD_NODENAME": node,
-        "SHARDRUN_NODES": nodes,
+        "SHARDRUN_NODES": nodes.replace(",", " "),
+        "SHARDRUN_SHARED": "/tmp",
         "SHARDRUN_HOSTS": hosts,
         "MASTER_PORT": str(port),
         "SHARDRUN_TOKEN": token,
@@ -77,13 +80,34 @@ def test_a_node_that_does_not_come_is_named_within_the_time(
     said = capsys.readouterr()
     assert said.err.startswith(f"rendezvous: c did not reach a at 127.0.0.1:{port} within 1 s")
     assert "HINT: set RDZV_HOST" in said.err
-    assert (said.out, said.err.count("\n")) == ("", 1), "b is not to blame"
+    assert (said.out, said.err.count("\n")) == ("failed c\n", 1), "b is not to blame"
 
 
-def test_here_names_the_interface_on_the_way() -> None:
+def test_a_command_gets_the_interface_on_the_way() -> None:
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-    words = [*COMMAND, "here"]
-    assert subprocess.check_output(words, cwd=REPOSITORY, env=environ, text=True) == "127.0.0.1 lo\n"
+    words = [*COMMAND, "rank", "sh", "-c", "echo $GLOO_SOCKET_IFNAME"]
+    assert subprocess.check_output(words, cwd=REPOSITORY, env=environ, text=True) == "lo\n"
+
+
+def test_a_node_that_does_not_share_the_run_directory_is_named(
+    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts: dict[str, Any] = {
+        "hosts": ["127.0.0.1"],
+        "port": port,
+        "token": "t",
+        "nodes": ["a", "b"],
+        "timeout_s": 2.0,
+    }
+    shared, other = (rendezvous.Meeting(**facts, shared=tmp_path / name) for name in "xy")
+    (tmp_path / "x").mkdir()
+
+    async def a_and_b() -> list[int]:
+        return [*await asyncio.gather(rendezvous.meet(shared, "a"), rendezvous.meet(other, "b"))]
+
+    assert asyncio.run(a_and_b()) == [1, 1]
+    assert f"b does not see what a wrote into {tmp_path}/x. HINT: " in capsys.readouterr().err
+    assert not list((tmp_path / "x").iterdir())
 
 
 def test_the_preferred_address_is_used_though_another_answers_too(port: int) -> None:

@@ -190,7 +190,7 @@ def test_a_job_is_judged_by_its_record_and_without_one_as_if_it_runs(
 @pytest.mark.parametrize("submits", ["true", "false"])
 def test_a_job_that_cannot_be_requeued_is_submitted_anew_or_says_that_it_is_not(submits: str) -> None:
     script = (
-        f"source slurm/lib.sh; scontrol() {{ return 1; }}; again=({submits} -- 'a b')\n"
+        f"source slurm/lib.sh; left_out=; scontrol() {{ return 1; }}; again=({submits} -- 'a b')\n"
         "sleep() { echo nap; }; SHARDRUN_JOB=5; requeue"
     )
     said = bash("-euc", script)
