@@ -8,6 +8,7 @@
     loader                  Loader: a step's micro-batches for one rank, read ahead and copied to its device
     images                  digits, fashion_mnist, folder: images in memory or as files; random samples
     tokens                  files of tokens, as one row cut into windows; text as bytes
+    check                   what a run reads of a file of rows, for python -m fsdp.tokenize --check
     documents               rows of text and conversations, tokenized once; several documents a sample
 
 Not here: how a batch becomes a loss (fsdp/models/loss.py).

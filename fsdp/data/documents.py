@@ -39,13 +39,22 @@ from fsdp.data.types import MASKED, DataSet, Samples, Where, check_range, text_i
 from fsdp.models.registry import PACKED, POSITIONS
 from fsdp.tokenize.conversations import BYTES, DocumentOptions, Loss, digest_of_tokenizer, template_text
 from fsdp.tokenize.rows import MANIFEST, PREFIX, held_out_line, made_once
-from fsdp.tokenize.shards import SPLITS, TokenizeJob, read_index, run_child
+from fsdp.tokenize.shards import (
+    SPLITS,
+    TokenizeJob,
+    check_bad_rows,
+    left_out_lines,
+    read_index,
+    run_child,
+)
 
 log = logging.getLogger(__name__)
 HELD_OUT = 0.01
 VERSION = 1
 """Of the packing, in the fingerprint."""
 GROUP = 1 << 20
+FLAGS = ("tokenizer", "text", "loss", "chat_template", "config", "split", "bad_rows")
+"""Those that make tokens."""
 RowForm = Literal["auto", "stream", "document", "packed"]
 
 
@@ -59,6 +68,7 @@ def build(
     heldout: float = HELD_OUT,
     config: str = "",
     split: str = "",
+    bad_rows: Literal["stop", "skip"] = "stop",
 ) -> DataSet:
     """
     text: column of a row's text; empty: messages, prompt and completion, or text
@@ -68,15 +78,18 @@ def build(
     heldout: part of the documents that is held out
     config: configuration of hf:NAME
     split: split of hf:NAME; empty: train
+    bad_rows: rows that cannot be read: stop, or skip (they are counted, and the first listed)
     """
     check_range("heldout", heldout, 0, 0.5)
     if not where.dir:
         reason = "--data.name documents needs files in --data.dir."
         raise ConfigError(reason, "--data.dir FILE, FOLDER or 'PATTERN'")
     options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
-    job = TokenizeJob(where.dir, options, heldout, config=config, split=split)
-    tokenized = (Path(where.dir) / MANIFEST).is_file()
-    store = TokenStore(Path(where.dir) if tokenized else _tokenized(job))
+    job = TokenizeJob(where.dir, options, heldout, config=config, split=split, bad_rows=bad_rows)
+    store = open_store(job)
+    tokenized = store.folder == Path(where.dir)
+    if left_out := left_out_lines(store.left_out):
+        log.warning("documents: %s", "\n".join(left_out))
     held_out = store.key.get("held_out", ())
     if held_out:
         log.info("documents: %s", held_out_line(held_out))
@@ -119,6 +132,15 @@ def build(
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
 
+def open_store(job: TokenizeJob) -> TokenStore:
+    """That of a folder of fsdp.tokenize, or of rows, tokenized on first use."""
+    tokenized = (Path(job.source) / MANIFEST).is_file()
+    store = TokenStore(Path(job.source) if tokenized else _tokenized(job))
+    if not tokenized:
+        check_bad_rows(job, store.left_out)
+    return store
+
+
 def _tokenized(job: TokenizeJob) -> Path:
     """The folder in the cache. The first rank of a node makes it, the others wait."""
 
@@ -143,6 +165,7 @@ class TokenStore:
             self.form, self.masked, self.tokenizer = facts["form"], facts["masked"], facts["tokenizer"]
             self.vocab_size, self.end = int(facts["vocab_size"]), int(facts["end"])
             self.fingerprint: str = facts["fingerprint"]
+            self.left_out: dict[str, Any] = dict(facts.get("left_out", {}))
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{folder / MANIFEST} cannot be read, or is not finished: {error!r}.",
@@ -150,13 +173,17 @@ class TokenStore:
             ) from None
         self.rows = {split: self._row(p for p in files if p.name.startswith(f"{split}-")) for split in SPLITS}
 
+    @property
+    def files(self) -> list[TokenFile]:
+        return [file for row in self.rows.values() for file in row.files]
+
     def _row(self, paths: Iterable[Path]) -> TokenRow:
         files = [raw_file(path, format_of(path), "auto", self.vocab_size) for path in paths]
         return TokenRow(files, self.vocab_size)
 
     def trained(self, row: TokenRow) -> TokenRow | None:
         """1 for each token that is a target, of .loss files; None if all are."""
-        return TokenRow([_loss_file(file) for file in row.files], 2) if self.masked else None
+        return TokenRow([loss_file(file) for file in row.files], 2) if self.masked else None
 
     def check_unused(self, job: TokenizeJob, *, heldout: bool) -> None:
         """ConfigError for a flag that would have made other tokens; `heldout` where it has no other use."""
@@ -165,7 +192,7 @@ class TokenStore:
         made = {**self.key.get("options", {}), "heldout": self.key.get("heldout")}
         if flags["tokenizer"]:
             flags["tokenizer"] = digest_of_tokenizer(flags["tokenizer"])
-        for name in ("tokenizer", "text", "loss", "chat_template", "config", "split", *["heldout"] * heldout):
+        for name in (*FLAGS, *["heldout"] * heldout):
             if flags[name] not in (defaults[name], made.get(name)):
                 raise ConfigError(
                     f"--data.{name if name == 'tokenizer' else f'args.{name}'} has no effect: {self.folder} "
@@ -174,36 +201,51 @@ class TokenStore:
                 )
 
 
-def _loss_file(file: TokenFile) -> TokenFile:
+def loss_file(file: TokenFile) -> TokenFile:
     path = file.path.with_suffix(".loss")
     if not path.is_file() or path.stat().st_size != file.tokens:
         raise ConfigError(f"{path} does not have a byte for each of {file.tokens} tokens.", "copy it again")
     return TokenFile(path, np.dtype(np.uint8), 0, file.tokens)
 
 
-def _documents(file: TokenFile) -> tuple[np.ndarray, np.ndarray]:
+def documents_in(file: TokenFile) -> tuple[np.ndarray, np.ndarray]:
     """The first tokens and the lengths of the documents of a file."""
     lengths, starts = read_index(file.path.with_suffix(".idx"))
     return starts // file.dtype.itemsize, lengths.astype(np.int64)
 
 
+class Lengths(NamedTuple):
+    tokens: np.ndarray
+    """Of each document."""
+    untrained: int
+    """Documents that are cut at a number of tokens, without a target within them."""
+
+    def cut(self, seq_len: int) -> int:
+        return int((self.tokens > seq_len + 1).sum())
+
+
+def lengths_of(store: TokenStore, seq_len: int) -> Lengths:
+    tokens, untrained = [np.empty(0, np.int64)], 0
+    for file in store.files:
+        starts, lengths = documents_in(file)
+        longer = np.flatnonzero(lengths > seq_len + 1)
+        tokens.append(lengths)
+        if store.masked and len(longer):
+            ends = np.ravel((starts[longer] + 1, starts[longer] + 1 + seq_len), "F")
+            targets = np.add.reduceat(loss_file(file).open(), ends, dtype=int)
+            untrained += int((targets[::2] == 0).sum())
+    return Lengths(np.concatenate(tokens), untrained)
+
+
 def _check_lengths(where: Where, store: TokenStore) -> None:
     """Counts the documents that are longer than a sample, and those of them without a target in it."""
-    documents = cut = untrained = longest = 0
-    for file in (file for row in store.rows.values() for file in row.files):
-        starts, lengths = _documents(file)
-        longer = np.flatnonzero(lengths > where.seq_len + 1)
-        documents, cut = documents + len(lengths), cut + len(longer)
-        longest = max(longest, int(lengths.max()))
-        if store.masked and len(longer):
-            ends = np.ravel((starts[longer] + 1, starts[longer] + 1 + where.seq_len), "F")
-            targets = np.add.reduceat(_loss_file(file).open(), ends, dtype=int)
-            untrained += int((targets[::2] == 0).sum())
-    if cut:
+    lengths = lengths_of(store, where.seq_len)
+    documents, untrained = len(lengths.tokens), lengths.untrained
+    if cut := lengths.cut(where.seq_len):
         log.info("documents: %d of %d are cut at --data.seq_len %d", cut, documents, where.seq_len)
     if untrained:
         problem = f"have no token to train on within --data.seq_len {where.seq_len}"
-        hint = f"--data.seq_len {longest - 1} holds the longest"
+        hint = f"--data.seq_len {int(lengths.tokens.max()) - 1} holds the longest"
         if untrained == documents:
             raise ConfigError(f"{where}: all {documents:,} documents {problem}.", hint)
         log.warning("documents: %s of %s %s. HINT: %s", f"{untrained:,}", f"{documents:,}", problem, hint)
@@ -227,7 +269,7 @@ class DocumentRows:
 
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for number, file in enumerate(self._tokens.files):
-            (starts, lengths), before = _documents(file), int(self._tokens.ends[number]) - file.tokens
+            (starts, lengths), before = documents_in(file), int(self._tokens.ends[number]) - file.tokens
             for first in range(0, len(lengths), GROUP):
                 yield starts[first : first + GROUP] + before, lengths[first : first + GROUP]
 

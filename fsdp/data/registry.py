@@ -91,14 +91,14 @@ def build_dataset(
             "--data.name text for a language model, digits for images; your own data: docs/data.md",
         )
     try:
-        name, where = _selected(section, model_facts or {})
+        name, where = selected(section, model_facts)
         if section.tokenizer and name in BUILT_INS and name != "documents":
             raise ConfigError(
                 f"--data.tokenizer {section.tokenizer} has no effect on --data.name {section.name}.",
                 "leave it out; --data.name documents --data.dir PATH reads files with it",
             )
         if name in BUILT_INS:
-            build = _built_in(name)
+            build = built_in(name)
             args = check_args(build, section.args, f"--data.name {section.name}")
             if section.validation:
                 validated: DataSet = _mixture().validated(section, partial(build, **args), where, evaluated)
@@ -126,7 +126,7 @@ def _mixture() -> Any:
     return importlib.import_module("fsdp.data.mixture")
 
 
-def _built_in(name: str) -> Callable[..., Any]:
+def built_in(name: str) -> Callable[..., Any]:
     module, _, function = BUILT_INS[name].partition(":")
     return getattr(importlib.import_module(f"fsdp.data.{module}"), function)  # type: ignore[no-any-return]
 
@@ -134,11 +134,11 @@ def _built_in(name: str) -> Callable[..., Any]:
 # ---------------------------------------------------------------- a path as the name
 
 
-def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str, Where]:
+def selected(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> tuple[str, Where]:
     """The data set of --data.name, which may be a path, and its arguments."""
     # A shell replaces ~ neither in a recipe nor after --data.name=.
     name, folder = with_home(section.name), with_home(section.dir)
-    where = Where(folder, section.seq_len, dict(model_facts), tokenizer=section.tokenizer)
+    where = Where(folder, section.seq_len, dict(model_facts or {}), tokenizer=section.tokenizer)
     if not name or name in BUILT_INS:
         return name, where
     from fsdp.tokenize.rows import matching
@@ -214,10 +214,10 @@ def check_args(function: Callable[..., Any], args: Args, owner: str) -> dict[str
 
 def args_help(section: DataSection) -> str:
     """--data.args of the data set, with what its docstring has as `NAME: meaning`, for --help."""
-    name, _ = _selected(section, {})
+    name, _ = selected(section)
     if section.sources or not (name in BUILT_INS or ":" in name):
         return ""
-    function = _built_in(name) if name in BUILT_INS else load_attribute(name, "--data.name")
+    function = built_in(name) if name in BUILT_INS else load_attribute(name, "--data.name")
     meanings = dict(re.findall(r"^ *(\w+): +(.+)$", inspect.getdoc(function) or "", re.MULTILINE))
     takes = parameters_of(function)
     rows = [
@@ -239,7 +239,7 @@ def args_help(section: DataSection) -> str:
 def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
     """The source with the tokenizer of [data], if it has none of its own and its data set takes one."""
     tokenized = dataclasses.replace(source, tokenizer=source.tokenizer or shared)
-    return tokenized if shared and _selected(tokenized, {})[0] == "documents" else source
+    return tokenized if shared and selected(tokenized)[0] == "documents" else source
 
 
 def takes_tokenizer(section: DataSection) -> bool:
@@ -249,7 +249,7 @@ def takes_tokenizer(section: DataSection) -> bool:
     if section.sources:
         sources = [source_section(section, source) for source in section.sources]
         return all(not source.tokenizer and takes_tokenizer(source) for source in sources)
-    name, where = _selected(section, {})
+    name, where = selected(section)
     if name == "documents":
         return not (Path(where.dir) / MANIFEST).is_file()
     return name == "text" != section.name and where.dir.endswith(".txt")

@@ -206,18 +206,26 @@ class DocumentReader:
         self._options, self._form = options, form
         self._template = ChatTemplate(self.tokenizer, options) if form == "messages" else None
 
-    def read_all(self, rows: Iterable[SourceRow]) -> Iterator[Document]:
-        """The documents of the rows, in their order. Texts are encoded many at a time."""
-        if self._template is not None:
-            yield from (self._conversation(self._template, row) for row in rows)
-            return
-        if self._form == "pairs":
-            yield from map(self._pair, rows)
-            return
-        texts = (_string(row, self._options.text or "text") for row in rows)
-        for group in iter(lambda: list(itertools.islice(texts, ENCODED_AT_ONCE)), []):
-            for tokens in self.tokenizer.encode_all(group):
-                yield Document(self._ended(tokens), None)
+    def read_all(self, rows: Iterable[SourceRow]) -> Iterator[tuple[SourceRow, Document | ConfigError]]:
+        """The rows in their order, each with its document or what is wrong with it. Texts are encoded many
+        at a time.
+        """
+        rows, texts = iter(rows), self._form == "text"
+        for group in iter(lambda: list(itertools.islice(rows, ENCODED_AT_ONCE if texts else 1)), []):
+            yield from zip(group, self._texts(group) if texts else [self._read(group[0])], strict=True)
+
+    def _read(self, row: SourceRow) -> Document | ConfigError:
+        try:
+            return self._pair(row) if self._template is None else self._conversation(self._template, row)
+        except ConfigError as error:
+            return error
+
+    def _texts(self, rows: Sequence[SourceRow]) -> list[Document | ConfigError]:
+        try:
+            texts = [_string(row, self._options.text or "text") for row in rows]
+            return [Document(self._ended(tokens), None) for tokens in self.tokenizer.encode_all(texts)]
+        except ConfigError as error:
+            return [error] if len(rows) == 1 else [self._texts([row])[0] for row in rows]
 
     def _ended(self, tokens: Sequence[int]) -> np.ndarray:
         array, end = _array(tokens), self.tokenizer.end
@@ -268,6 +276,19 @@ def _string(row: SourceRow, name: str) -> str:
         reason = f"{row.place}: {name} is a {type(value).__name__}, not text."
         raise ConfigError(reason, f"text in {name}, or no such row; {EXAMPLE}")
     return value
+
+
+def untrained_reason(row: SourceRow, document: Document) -> str:
+    """Why a document has no token to train on; empty if it has one."""
+    if len(document.tokens) < 2:
+        return "it has no text"
+    if document.trained is None or document.trained[1:].any():
+        return ""
+    messages = row.values.get("messages", ())
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        return "no message is the assistant's" if messages else "its completion is empty"
+    return f"each of the assistant's {len(answers)} messages is empty, or has weight 0"
 
 
 # ---------------------------------------------------------------- chat templates

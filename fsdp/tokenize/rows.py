@@ -51,11 +51,18 @@ UNPACKED, UNPACKED_TIMES = 1 << 30, 200
 """What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
 
 
-class SourceRow(NamedTuple):
+@dataclass(frozen=True)
+class SourceRow:
     place: str
     """The file and the line, as messages name it."""
-    values: Mapping[str, Any]
-    """By column."""
+    content: Mapping[str, Any] | ConfigError
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """By column. Raises ConfigError if the row cannot be read."""
+        if isinstance(self.content, ConfigError):
+            raise self.content
+        return self.content
 
 
 class RowRange(NamedTuple):
@@ -172,16 +179,16 @@ class LineRows:
                     return
                 end += len(line)
                 if line.strip():
-                    yield SourceRow(f"{self._path} line {number}", self._values(number, line))
+                    yield SourceRow(f"{self._path} line {number}", self._content(number, line))
 
-    def _values(self, number: int, line: bytes) -> Mapping[str, Any]:
+    def _content(self, number: int, line: bytes) -> Mapping[str, Any] | ConfigError:
         try:
             values = json.loads(line)
             if not isinstance(values, dict):
                 raise ValueError(f"a {type(values).__name__}, not an object such as {{'text': 'Once'}}")
         except (ValueError, RecursionError) as error:
             reason = f"{self._path} line {number} is not an object of JSON: {message_line(error)}."
-            raise ConfigError(reason, f"sed -n {number}p {quoted(self._path)} shows it") from None
+            return ConfigError(reason, f"sed -n {number}p {quoted(self._path)} shows it")
         return values
 
 
@@ -198,7 +205,11 @@ class TextFiles:
 
     def read(self, part: RowRange) -> Iterator[SourceRow]:
         for path in self._paths[part.first : part.last]:
-            yield SourceRow(str(path), {"text": checked_text(path.read_bytes(), path)})
+            try:
+                content: Mapping[str, Any] | ConfigError = {"text": checked_text(path.read_bytes(), path)}
+            except ConfigError as error:
+                content = error
+            yield SourceRow(str(path), content)
 
 
 def checked_text(raw: bytes, path: Path) -> str:

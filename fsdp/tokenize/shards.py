@@ -29,17 +29,18 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 import fsdp
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError, ShardrunError, without_hint
+from fsdp.base.text import counted
 from fsdp.rundir.history import replace_with, write_atomically
 from fsdp.tokenize.conversations import (
     Document,
@@ -49,8 +50,9 @@ from fsdp.tokenize.conversations import (
     digest_of_tokenizer,
     form_of,
     load_tokenizer,
+    untrained_reason,
 )
-from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRows
+from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRow, SourceRows
 
 VERSION = 4
 """Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages."""
@@ -61,7 +63,12 @@ INDEX_HEAD = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {"uint16": 8, "int32": 4}
 Totals = Counter[str]
-"""Of one shard, or of all: documents, tokens, and empty, the rows left out without a token to train on."""
+"""Of one shard, or of all: documents, tokens, and the rows left out: empty, without a token to train on, and
+bad, which cannot be read.
+"""
+LEFT_OUT = {"empty": "row", "bad": "bad row"}
+LISTED = 10
+"""Rows left out whose place and reason are kept, of each kind."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class TokenizeJob:
     config: str = ""
     split: str = ""
     """Both of a source hf:NAME."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Rows that cannot be read end the job, or are left out. The tokens of the others are the same."""
 
     def find(self) -> Source:
         return Source(self.source, self.config, self.split)
@@ -117,10 +126,19 @@ def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
         if 20 * count // len(missing) > 20 * (count - 1) // len(missing):  # every twentieth of them
             done = len(shards) - len(missing) + count
             print(f"tokenized {done}/{len(shards)} shards", file=sys.stderr, flush=True)
-    total = sum((Totals(json.loads(_done(out, shard).read_text())) for shard in shards), Totals())
+    ended = [json.loads(_done(out, shard).read_text()) for shard in shards]
+    listed = [facts.pop("left_out", {}) for facts in ended]
+    total = sum(map(Totals, ended), Totals())
+    left_out: dict[str, dict[str, Any]] = {
+        kind: {"count": total[kind], "rows": [row for rows in listed for row in rows.get(kind, ())][:LISTED]}
+        for kind in LEFT_OUT
+    }
     if not total["tokens"]:
-        reason = f"{job.source} gives no token to train on in {total['empty']} rows."
-        raise ConfigError(reason, "rows with text, or with an assistant's message; or --data.args.loss all")
+        example = next((facts["rows"][0] for facts in reversed(left_out.values()) if facts["rows"]), "")
+        reason = f"{job.source} gives no token to train on in {total['empty'] + total['bad']} rows"
+        hint = "rows with text, or with an assistant's message; or --data.args.loss all"
+        raise ConfigError(f"{reason}{example and f': {example}'}.", hint)
+    check_bad_rows(job, left_out)
     if json.loads(json.dumps(job.find().identity())) != key["files"]:
         # Lines of a file that changed may be of either content, or be missing.
         hint = "start again when nothing writes to it any more"
@@ -137,6 +155,7 @@ def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "tokenizer": job.options.tokenizer or "bytes",
+        "left_out": left_out,
     }
     write_atomically(out / MANIFEST, json.dumps(facts) + "\n")
     return total
@@ -147,16 +166,53 @@ def shards_of(job: TokenizeJob) -> list[Shard]:
     sources = [*trained, *held]
     parts = [(n, part) for n, source in enumerate(sources) for part in source.parts(job.shard_bytes)]
     firsts = np.cumsum([0, *(part.rows for _, part in parts)]).tolist()
-    first_row = next((row for n, part in parts for row in sources[n].read(part)), None)
-    if first_row is None:
-        raise ConfigError(f"{job.source} has no rows.", f"ls -l {shlex.quote(job.source)}")
-    form, rows = form_of(first_row, job.options), firsts[-1]
+    form = _form(job, (row for n, part in parts for row in sources[n].read(part)))
+    rows = firsts[-1]
     by_rows = job.heldout and rows > 1 and not held
     every = max(2, min(round(1 / job.heldout), rows)) if by_rows else 0
     return [
         Shard(job, form, number, n, part, firsts[number], 1 if n >= len(trained) else every)
         for number, (n, part) in enumerate(parts)
     ]
+
+
+def _form(job: TokenizeJob, rows: Iterator[SourceRow]) -> Form:
+    """That of the first row that has one."""
+    fault = ConfigError(f"{job.source} has no rows.", f"ls -l {shlex.quote(job.source)}")
+    for count, row in enumerate(rows):
+        try:
+            return form_of(row, job.options)
+        except ConfigError as error:
+            if job.bad_rows == "stop":
+                raise (skippable(error) if error is row.content else error) from None
+            fault = fault if count else error
+    raise fault
+
+
+def skippable(error: ConfigError) -> ConfigError:
+    return ConfigError(
+        without_hint(error), f"{error.hint}; or --data.args.bad_rows skip leaves such rows out"
+    )
+
+
+def check_bad_rows(job: TokenizeJob, left_out: Mapping[str, Any]) -> None:
+    """ConfigError where rows were left out by another start, and this one stops at them."""
+    bad = left_out.get("bad", {"count": 0})
+    if bad["count"] and job.bad_rows == "stop":
+        raise skippable(ConfigError(f"{bad['rows'][0]} ({counted(bad['count'], 'bad row')}).", "mend it"))
+
+
+def left_out_lines(left_out: Mapping[str, Any]) -> list[str]:
+    """What is said of the rows left out, with the first of them."""
+    lines = []
+    for kind, noun in LEFT_OUT.items():
+        facts = left_out.get(kind, {"count": 0, "rows": ()})
+        count, rows = facts["count"], facts["rows"]
+        if count:
+            why = ", without a token to train on" if kind == "empty" else ""
+            lines += [f"{counted(count, noun)} left out{why}:", *(f"  {row}" for row in rows)]
+            lines += [f"  and {count - len(rows):,} more"] if count > len(rows) else []
+    return lines
 
 
 def _begin(out: Path, key: dict[str, Any]) -> None:
@@ -212,19 +268,29 @@ def _write_shard(out: Path, shard: Shard) -> None:
     vocab_size, every = reader.tokenizer.vocab_size, shard.every
     dtype = np.dtype(np.int32 if vocab_size > 1 << 16 else np.uint16).newbyteorder("<")
     documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
-    total = Totals(documents=0, tokens=0, empty=0)
-    for row, document in enumerate(reader.read_all(sources[shard.source].read(shard.part)), shard.row):
-        trained = document.trained
-        if len(document.tokens) < 2 or (trained is not None and not trained[1:].any()):
-            total["empty"] += 1
+    total, left_out = Totals(documents=0, tokens=0, empty=0, bad=0), {kind: list[str]() for kind in LEFT_OUT}
+    for number, (row, document) in enumerate(
+        reader.read_all(sources[shard.source].read(shard.part)), shard.row
+    ):
+        if isinstance(document, ConfigError):
+            if shard.job.bad_rows == "stop":
+                raise skippable(document)
+            kind, reason = "bad", without_hint(document).rstrip(".")
+        else:
+            kind, reason = "empty", untrained_reason(row, document)
+        if reason:
+            total[kind] += 1
+            line = reason if reason.startswith(row.place) else f"{row.place}: {reason}"
+            left_out[kind] += [line] if len(left_out[kind]) < LISTED else []
             continue
-        split = "val" if every and row % every == every - 1 else "train"
-        documents[split].append(Document(document.tokens.astype(dtype), trained))
+        assert isinstance(document, Document)
+        split = "val" if every and number % every == every - 1 else "train"
+        documents[split].append(Document(document.tokens.astype(dtype), document.trained))
         total.update(documents=1, tokens=len(document.tokens))
     try:
         for split in SPLITS:
             _write_files(out / f"{split}-{shard.number:05d}", documents[split], dtype, vocab_size)
-        write_atomically(_done(out, shard), json.dumps(total) + "\n")
+        write_atomically(_done(out, shard), json.dumps({**total, "left_out": left_out}) + "\n")
     except OSError as error:
         reason = f"{out} cannot be written ({error.strerror})."
         raise ConfigError(reason, f"df -h {out}; then the same command") from None

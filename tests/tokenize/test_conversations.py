@@ -47,12 +47,21 @@ def test_texts_encoded_together_are_as_each_alone(tmp_path: Path, monkeypatch: p
     read = reader(save_tokenizer(tmp_path, chat.PLAIN), "text")
     rows = [SourceRow(f"row {n}", {"text": f"upön a time {n}<|im_end|> " * (n % 5)}) for n in range(40)]
     monkeypatch.setattr(conversations, "ENCODED_AT_ONCE", 7)
-    together = [document.tokens.tolist() for document in read.read_all(rows)]
+    together = [document.tokens.tolist() for document in checked(read, rows)]
     assert together == [of(read, **row.values).tokens.tolist() for row in rows]
 
 
 def of(read: DocumentReader, **values: Any) -> Document:
-    return next(read.read_all([SourceRow("rows.jsonl line 7", values)]))
+    return checked(read, [SourceRow("rows.jsonl line 7", values)])[0]
+
+
+def checked(read: DocumentReader, rows: list[SourceRow]) -> list[Document]:
+    documents = []
+    for _, document in read.read_all(rows):
+        if isinstance(document, ConfigError):
+            raise document
+        documents.append(document)
+    return documents
 
 
 @pytest.mark.parametrize("template", [chat.MARKED, chat.INST])

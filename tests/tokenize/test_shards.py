@@ -108,5 +108,7 @@ def test_the_command(tmp_path: Path) -> None:
     )
     done = command(str(source), out, "--text", "body", "--heldout", "0")
     assert (done.returncode, "tokenized 1/1 shards" in done.stderr) == (0, True)
-    assert done.stdout == f"{out}: 8 tokens, 2 documents, 1 rows without a token to train on left out\n"
+    assert done.stdout == f"{out}: 8 tokens, 2 documents\n"
+    left_out = ["1 row left out, without a token to train on:", f"  {source} line 2: it has no text"]
+    assert done.stderr.splitlines()[-2:] == left_out
     assert bytes_in(tmp_path / "out", "train") == b"one\0two\0"
