@@ -11,10 +11,12 @@ imported by `run_rank` alone: the batch shell of a Slurm job reads RUN/FAILED, a
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -165,7 +167,6 @@ def run_rank(
     """Train as one rank and print the summary or the error. Returns the exit code, and the outcome of a
     training that did not fail.
     """
-    from fsdp.record.recorder import print_last
     from fsdp.run.loop import train
     from fsdp.run.summary import summary
 
@@ -180,8 +181,17 @@ def run_rank(
         # user code may call sys.exit, with 0 too, and asyncio's CancelledError is no Exception
         return report(error, env, program, marker), None
     if env.is_main:
-        print_last(summary(outcome, config, rank_command(env)))
+        _print_summary(summary(outcome, config, rank_command(env)))
     return 0, outcome
+
+
+def _print_summary(text: str) -> None:
+    """A full log does not make the run fail."""
+    try:
+        print_line(text, sys.stdout)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print_line(f"the summary cannot be printed ({error.strerror})")
 
 
 def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:

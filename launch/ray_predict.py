@@ -19,7 +19,6 @@ from fsdp import config as configuration
 from fsdp.base.errors import LaunchError
 from fsdp.config import Config
 from fsdp.config.command_line import prints_errors
-from fsdp.rundir.history import open_run
 from launch.ray_cluster import OwnRay, connected, own_ray, with_address, workers_for
 
 
@@ -50,12 +49,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _answer(config: Config, words: Sequence[str], local: OwnRay | None) -> str:
     from fsdp.predict.__main__ import parse
-    from fsdp.predict.trained import read_config
+    from fsdp.predict.trained import read_config, run_of
     from launch.ray_trainer import fit
     from launch.ray_worker import predict
 
     options, flags = parse(words)  # a wrong word ends here, before workers start
-    run = open_run(options.run).path
+    run, _ = run_of(options.run)
     ray = {f"ray__{name}": value for name, value in vars(config.ray).items()}
     config = configuration.replace(read_config(run, flags, options.trust_code), **ray)
     logs = run / "logs" / f"ray-predict-{secrets.token_hex(4)}"

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,6 +67,15 @@ def nearest(word: str, known: Iterable[str], form: str, otherwise: str, *, cutof
     """`form` with the most similar of `known` words for its {}, or `otherwise`: for hints."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return form.replace("{}", found[0]) if found else otherwise
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table of Markdown, whose heads are the names of the first row."""
+    import html  # a thousand names of entities
+
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    cells = ([html.escape(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

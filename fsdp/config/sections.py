@@ -146,6 +146,12 @@ class TrainSection:
     """samples per rank and evaluation batch; 0: the micro-batch"""
     eval_samples: int = knob(0, unit="samples", low=0)
     """held-out samples per evaluation; 0: all"""
+    eval_answers: int = knob(2, unit="questions", low=0)
+    """held-out questions answered at each evaluation, of conversations or prompts; 0: none
+
+    Greedily, beside their references: in the log, RUN/answers.jsonl, the report and the trackers. At most
+    128 tokens each, 30 s in all.
+    """
     evaluate_only: bool = knob(False, common=True)
     """evaluate the checkpoint of --checkpoint.resume PATH, or --model.weights, then exit
 

@@ -116,6 +116,11 @@ def build(
             facts, version = {PACKED: True}, f"packed {VERSION}"
         train, held = (DocumentRows(store, split, where.seq_len, rows == "packed") for split in SPLITS)
     tokenizer = where.tokenizer or store.tokenizer
+    preprocess = {"tokenizer": tokenizer, "end": store.end}
+    if store.form != "text":
+        preprocess["form"] = store.form
+        if store.masked and rows != "stream":
+            preprocess["questions"] = True
     if tokenizer != BYTES:
         facts["tokenizer"] = tokenizer
     fingerprint = hashlib.sha256(f"{store.fingerprint} {version} {heldout}".encode()).hexdigest()[:16]
@@ -127,7 +132,7 @@ def build(
         masks_targets=store.masked or rows != "stream",
         default_steps=1000 if rows == "stream" else 0,
         default_epochs=0 if rows == "stream" else 1,
-        preprocess={"tokenizer": tokenizer, "end": store.end},
+        preprocess=preprocess,
     )
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
@@ -262,8 +267,11 @@ class DocumentRows:
         self._packed, splits = packed, packed and store.form == "text"
         parts = (pieces_of(*part, seq_len, splits) for part in self._parts())
         self._pieces, self._ends = in_rows(parts, seq_len if packed else 0)
+        filled = np.append(0, np.cumsum(self._pieces.width))[self._ends]
+        self._filled = np.diff(filled, prepend=0) / seq_len
+        """Each row's part that is no padding."""
         if packed:
-            padding = 1 - self._pieces.width.sum() / max(1, len(self._ends) * seq_len)
+            padding = self.padding_share(slice(None)) if len(self) else 0.0
             rows = f"{len(self._ends):,} rows of {seq_len}: {padding:.2%} padding"
             log.info("documents, %s: packed into %s", split, rows)
 
@@ -275,6 +283,10 @@ class DocumentRows:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def padding_share(self, indices: np.ndarray | slice) -> float:
+        """The part of these rows that is padding."""
+        return 1.0 - float(self._filled[indices].mean())
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         shape = (len(indices), self._seq_len)

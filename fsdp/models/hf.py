@@ -78,13 +78,15 @@ class PretrainedFolder:
         try:
             # A copy: a run changes use_cache in it.
             cls: Any = self.cls
-            built: nn.Module = _with_buffers(cls)(copy.deepcopy(self.config))
+            built: Any = _with_buffers(cls)(copy.deepcopy(self.config))
+            if (self.folder / "generation_config.json").is_file() and built.can_generate():
+                built.generation_config = cls.generation_config_class.from_pretrained(str(self.folder))
         except Exception as error:
             raise ConfigError(
                 f"{self.flag}: {self.class_name} cannot be built: {blame(error)}.",
                 f"look at {self.folder / 'config.json'} and --model.args",
             ) from error
-        return built
+        return built  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -3,14 +3,14 @@ A sample or an image file has a class; a prompt has its continuation.
 
 The model has training's dtypes. Its tensors are those of RUN/full_model, of which each rank reads its own
 rows; without an export those of the newest whole checkpoint. Preprocessing and tokenizer are those of
-training: they come from the data's DataInfo. Text has one token at a time, with the context length of
-training, by training's tokenizer, else that of RUN/full_model; without one, prompts are token numbers.
+training: they come from the data's DataInfo. Text is written by training's tokenizer and chat template, else
+those of RUN/full_model; without one, prompts are token numbers. Generation: fsdp/run/answers.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,21 +25,23 @@ from fsdp.base.devices import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError, message_line
 from fsdp.base.text import print_line
 from fsdp.checkpoint import inspect
+from fsdp.checkpoint.manifest import step_of
 from fsdp.checkpoint.pretrained import (
     TORCH_FILE,
     PretrainedWeights,
+    check_base,
     newest_export,
     open_full_state,
 )
 from fsdp.checkpoint.restore import load_weights
 from fsdp.checkpoint.store import open_store
-from fsdp.config import Config, MeshSection
+from fsdp.config import Config, LoraSection, MeshSection
 from fsdp.config.trust import check_store, load_run_config
 from fsdp.data import DataSet, Samples, build_dataset, heldout_batches
 from fsdp.data.images import prepare, upright
 from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import matched
-from fsdp.distributed.collectives import ObjectGroup, broadcast_object
+from fsdp.distributed.collectives import ObjectGroup
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import DataRank, MeshSizes, build_mesh
 from fsdp.distributed.process_group import process_group
@@ -48,7 +50,21 @@ from fsdp.models.hf import KERNELS
 from fsdp.models.loss import read_output
 from fsdp.models.registry import PREFIX
 from fsdp.models.units import all_names
+from fsdp.run.answers import (
+    QUESTIONS,
+    Sampling,
+    answered,
+    encoded,
+    ends_of,
+    held_out_questions,
+    shown,
+    template_of,
+    text_of,
+    tokenizer_of,
+)
+from fsdp.run.build import base_of, real_weights
 from fsdp.run.job import model_of
+from fsdp.rundir import history
 from fsdp.rundir.history import RunDir, trained_classes
 from fsdp.shard.materialize import check_state_fits, materialize
 from fsdp.shard.shard import Sharded, shard_model, sharding_of
@@ -84,20 +100,29 @@ class TrainedModel:
         return logits
 
 
+def run_of(place: str) -> tuple[Path, Path | None]:
+    """The run directory of a path, and the checkpoint that the path is, as RUN/checkpoints/step-00000010."""
+    path = history.open_run(place).path
+    checkpoint = path if step_of(path.name) >= 0 and not (path / "config.toml").is_file() else None
+    above = path.parents[:2] if checkpoint else []
+    return next((run for run in above if (run / "config.toml").is_file()), path), checkpoint
+
+
 @contextmanager
 def open_run(
-    run: Path, env: DistEnv, flags: Sequence[str] = (), trusted: Collection[str] = ()
+    run: Path,
+    env: DistEnv,
+    flags: Sequence[str] = (),
+    trusted: Collection[str] = (),
+    checkpoint: Path | None = None,
 ) -> Iterator[TrainedModel]:
     """`flags` override the run's configuration, such as the folder of its data. Code that it names is
-    imported only if it is in `trusted`. Collective.
+    imported only if it is in `trusted`. The weights are those of `checkpoint` if it is given. Collective.
     """
-    config = read_config(run, flags, trusted)
+    config = read_config(run, flags, trusted, exported=checkpoint is None)
     data = _data_of(run, config)
-    if newest_export(run / "full_model") is not None:
+    if checkpoint is None and newest_export(run / "full_model") is not None:
         spec, state = _open_export(run, config, data.info.facts)
-    elif config.lora.rank:
-        reason = f"{run} has no exported model, and its checkpoints hold adapters alone."
-        raise ConfigError(reason, f"python -m fsdp.checkpoint {run} export")
     else:
         spec, state = resolve(config.model, data.info.facts), None
     data = matched(data, spec, own_loss=bool(config.train.loss))
@@ -108,12 +133,16 @@ def open_run(
     # Compilation, recomputation and offload of the training run do not apply.
     sharding = sharding_of(plain, sizes, env.device)
     with process_group(env, timeout_s):
-        model = model_of(Config(model=config.model, run=config.run), spec, sharding.dtypes)
+        lora = config.lora if state is None else LoraSection()
+        model = model_of(Config(model=config.model, run=config.run, lora=lora), spec, sharding.dtypes)
+        if 2 * sharding.dtypes.param.itemsize * sum(p.numel() for p in model.parameters()) < sharding.room:
+            mesh = replace(plain.mesh, reshard_after_forward="false")  # gathered once, not once a token
+            sharding = replace(sharding, config=replace(plain, mesh=mesh))
         if state is not None and not isinstance(state, PretrainedWeights):  # which has compared them
             check_state_fits(state, all_names(model), model, f"{run}/full_model")
         sharded = shard_model(model, sharding, build_mesh(sizes, env.device, timeout_s))
         if state is None:
-            _load_checkpoint(run, config, spec, sharded)
+            _load_checkpoint(checkpoint or run, config, spec, sharded, env)
         else:
             _load_export(config, spec, state, sharded, env.rank)
         if env.world_size == 1:
@@ -123,7 +152,10 @@ def open_run(
         yield TrainedModel(run, config, model.eval(), data, env)
 
 
-def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Config:
+def read_config(
+    run: Path, flags: Sequence[str], trusted: Collection[str], *, exported: bool = True
+) -> Config:
+    """`exported`: the model is that of RUN/full_model, if there is one."""
     file = run / "config.toml"
     if not file.is_file():
         reason = f"{run} {'holds no config.toml' if run.is_dir() else 'is no folder'}."
@@ -132,7 +164,8 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
     # from a file: their source may no longer exist.
     source = str(configuration.read_recipe(str(file)).get("model.weights", ""))
     sized = (run / "full_model" / "config.json").is_file() or Path(source).suffix in WEIGHT_FILES
-    forgotten = (*NOT_USED, "model.weights") if newest_export(run / "full_model") and sized else NOT_USED
+    sized = sized and exported and newest_export(run / "full_model") is not None
+    forgotten = (*NOT_USED, "model.weights") if sized else NOT_USED
     return load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
 
 
@@ -196,15 +229,23 @@ def _load_export(
     )
 
 
-def _load_checkpoint(run: Path, config: Config, spec: ModelSpec, sharded: Sharded) -> None:
-    """Reads the newest whole checkpoint's shards, with checksums and digests."""
-    store = open_store(check_store(run, config.checkpoint.dir or f"{run}/checkpoints"))
-    group = ObjectGroup()
-    newest = group.on_main(lambda: inspect.newest_whole(store))
-    if newest is None:
-        reason = f"{run} has neither an exported model nor a whole checkpoint."
+def _load_checkpoint(place: Path, config: Config, spec: ModelSpec, sharded: Sharded, env: DistEnv) -> None:
+    """Reads the shards of this checkpoint, or of the newest whole one of this run directory, with checksums
+    and digests. Adapters are over the weights that their run began with.
+    """
+    group, step = ObjectGroup(), step_of(place.name) if place.name.startswith("step-") else None
+    run = place if step is None else place.parent
+    where = str(run) if step is not None else check_store(run, config.checkpoint.dir or f"{run}/checkpoints")
+    store = open_store(where)
+    newest = group.on_main(lambda: inspect.newest_whole(store, step))
+    if newest is None or newest.manifest is None:
+        reason = f"{place} has neither an exported model nor a whole checkpoint."
         raise CheckpointError(reason, f"python -m fsdp.checkpoint {run} verify")
-    materialize(sharded, spec=spec, seed=0, init="shard", rank=group.rank, restored=True)
+    if config.lora.rank:
+        real_weights(config, env, sharded, spec)
+        check_base(newest.manifest, base_of(config, spec, sharded), str(place))
+    else:
+        materialize(sharded, spec=spec, seed=0, init="shard", rank=group.rank, restored=True)
     checkpoint = inspect.open_source(store, newest.folder, newest.manifest)
     load_weights(checkpoint, sharded.root, group, verify=config.checkpoint.verify)
 
@@ -212,8 +253,6 @@ def _load_checkpoint(run: Path, config: Config, spec: ModelSpec, sharded: Sharde
 # ---------------------------------------------------------------- answers
 
 BATCH = 64
-GREEDY = 1e-30
-"""A temperature below it would make float32 logits infinite; the likeliest token has all probability."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +269,13 @@ class Classes:
 class Text:
     """The command's flags for a language model, with their defaults."""
 
-    prompt: str | None = None
+    prompt: Sequence[str] = ()
+    samples: int = 4
+    raw: bool = False
     tokens: int = 200
     temperature: float = 0.8
     top_k: int = 40
+    top_p: float = 1.0
     seed: int = 0
 
 
@@ -344,10 +386,43 @@ def _correct(trained: TrainedModel, samples: Samples) -> int:
 # ---------------------------------------------------------------- text
 
 
-def continued(trained: TrainedModel, options: Text) -> str:
-    """The prompt and the text after it. Collective."""
-    prompt = default_prompt(trained) if options.prompt is None else options.prompt
-    return _decoded(trained, _generated(trained, _encoded(trained, prompt), options))
+def answers(trained: TrainedModel, options: Text) -> str:
+    """Each prompt's continuation; of a model trained on conversations its answer. Without a prompt, answers
+    to held-out questions beside their references, or a held-out sample's continuation. Collective.
+    """
+    info, samples = trained.data.info, trained.data.heldout or trained.data.train
+    if QUESTIONS in info.preprocess and not options.prompt and not options.raw:
+        questions = held_out_questions(samples, options.samples)
+        found = _added(trained, [question.prompt for question in questions], options)
+        return _listed(shown(tokenizer_of(info), *pair) for pair in zip(questions, found, strict=True))
+    chats = info.preprocess.get("form") == "messages" and bool(options.prompt) and not options.raw
+    prompts = options.prompt or [default_prompt(trained)]
+    template, tokenizer = str(trained.config.data.args.get("chat_template", "")), _tokenizer(trained)
+    how = template_of(tokenizer, template) if tokenizer is not None and chats else None
+    rows = [encoded(prompt, info, tokenizer, how) for prompt in prompts]
+    found = _added(trained, rows, options)
+    if not chats:
+        return "\n".join(_decoded(trained, row + added) for row, added in zip(rows, found, strict=True))
+    texts = [text_of(tokenizer_of(info), added) for added in found]
+    named = ({"question": p, "answer": text} for p, text in zip(prompts, texts, strict=True))
+    return texts[0] if len(texts) == 1 else _listed(named)
+
+
+def _listed(rows: Iterable[Mapping[str, str]]) -> str:
+    return "\n\n".join("\n".join(f"{name:<9}  {text}" for name, text in row.items()) for row in rows)
+
+
+def _added(trained: TrainedModel, prompts: list[list[int]], options: Text) -> list[list[int]]:
+    """What the model adds to each prompt. Deterministic for a seed."""
+    info, tokenizer = trained.data.info, _tokenizer(trained)
+    how = Sampling(options.tokens, options.temperature, options.top_k, options.top_p, options.seed)
+    asked = trained.data.heldout or trained.data.train
+    known = held_out_questions(asked, 1) if QUESTIONS in info.preprocess else []
+    ends = set() if tokenizer is None else ends_of(info, tokenizer, known)
+    trained.logits(torch.tensor(prompts[:1]))  # refuses NaN, which transformers' generate does not
+    return answered(
+        trained.model, trained.logits, prompts, how, info=info, ends=ends, device=trained.env.device
+    )
 
 
 def default_prompt(trained: TrainedModel) -> str:
@@ -361,9 +436,9 @@ def _decoded(trained: TrainedModel, tokens: list[int]) -> str:
     return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
 
 
-def is_text(trained: TrainedModel, prompt: str | None) -> bool:
+def is_text(trained: TrainedModel, prompts: Sequence[str] | None) -> bool:
     """Data of a user's own has no kind: with a prompt, the export's tokenizer decides."""
-    return trained.data.info.kind == "text" or (prompt is not None and _has_tokenizer(trained))
+    return trained.data.info.kind == "text" or (bool(prompts) and _has_tokenizer(trained))
 
 
 def _has_tokenizer(trained: TrainedModel) -> bool:
@@ -381,50 +456,3 @@ def _tokenizer(trained: TrainedModel) -> Tokenizer | None:
     name = trained.data.info.preprocess.get("tokenizer")
     exported = str(trained.run / "full_model") if _has_tokenizer(trained) else None
     return _loaded(name or exported) if name or exported else None
-
-
-def _encoded(trained: TrainedModel, prompt: str) -> list[int]:
-    """Tokens of the prompt; without a tokenizer, numbers separated by spaces."""
-    tokenizer, numbers = _tokenizer(trained), prompt.replace(",", " ").split()
-    if tokenizer is not None:
-        tokens = [int(token) for token in tokenizer.encode_all([prompt])[0]]
-        if len(tokens) > 1 and tokens[-1] == tokenizer.end:
-            tokens.pop()
-    elif not all(number.isdecimal() for number in numbers):
-        reason = f"--prompt {prompt!r} is not a list of token numbers, on which this run was trained."
-        raise ConfigError(reason, "--prompt '17 4 256'")
-    else:
-        tokens = list(map(int, numbers))
-    if not tokens:
-        raise ConfigError("--prompt is empty.", "--prompt TEXT")
-    if max(tokens) >= _vocab_size(trained):
-        reason = f"--prompt has token {max(tokens)}, beyond the vocabulary of {_vocab_size(trained)}."
-        raise ConfigError(reason, "smaller numbers")
-    return tokens
-
-
-def _vocab_size(trained: TrainedModel) -> int:
-    """The data's: a model's embedding may be larger, with tokens that training never used."""
-    return int(trained.data.info.facts.get("vocab_size", 1 << 62))
-
-
-def _generated(trained: TrainedModel, prompt: list[int], options: Text) -> list[int]:
-    """The prompt and the tokens after it, up to one that ends a document; deterministic for a seed.
-
-    temperature 0 is greedy; top_k 0 samples from all tokens. Each rank continues with rank 0's token.
-    """
-    generator = torch.Generator().manual_seed(options.seed)
-    window = int(trained.data.info.facts.get("seq_len", len(prompt) + options.tokens))
-    text, end = list(prompt), trained.data.info.preprocess.get("end")
-    for _ in range(options.tokens):
-        logits = trained.logits(torch.tensor([text[-window:]]))[0, -1, : _vocab_size(trained)].float().cpu()
-        if 0 < options.top_k < len(logits):
-            logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], -torch.inf)
-        if options.temperature < GREEDY:
-            chosen = logits.argmax()
-        else:
-            chosen = torch.multinomial((logits / options.temperature).softmax(-1), 1, generator=generator)
-        text.append(broadcast_object(int(chosen)))
-        if text[-1] == end:
-            break
-    return text

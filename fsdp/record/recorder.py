@@ -24,14 +24,14 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor
 
-from fsdp.base.text import PrintableFormatter, byte_size, prepare_streams, print_line
+from fsdp.base.text import PrintableFormatter, byte_size, markdown, prepare_streams
 from fsdp.distributed.env import DistEnv
 from fsdp.rundir.history import Appender, RunDir, save_record
 
@@ -40,7 +40,20 @@ log = logging.getLogger(__name__)
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
 LOG_COLUMNS = 80
-IMPORTANCE = ("step", "loss", "rate", "left", "memory", "mfu", "percent", "saved", "epoch", "grad", "lr")
+IMPORTANCE = (
+    "step",
+    "loss",
+    "rate",
+    "left",
+    "memory",
+    "mfu",
+    "percent",
+    "saved",
+    "epoch",
+    "grad",
+    "lr",
+    "padding",
+)
 """The most important field first."""
 WAIT_SHOWN = 0.1
 """From this part of the time on, the wait for data is shown instead of memory: --data.workers reduces it."""
@@ -59,7 +72,10 @@ class Reporter:
 
 
 class Sink(Protocol):
-    """An output that receives every number of rank 0; it may have a method close() too."""
+    """An output that receives every number of rank 0; it may have methods close() and texts() too.
+
+    texts(step, values) receives rows of texts: the answers to held-out questions.
+    """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -116,14 +132,6 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def print_last(text: str) -> None:
-    """Print a run's summary. A full log does not make the run fail."""
-    try:
-        print_line(text, sys.stdout)
-    except OSError as error:
-        log.warning("the summary cannot be printed (%s)", error.strerror)
-
-
 class Console:
     """Progress of one run: a plain line every `every` steps, or a live line at most ten times a second."""
 
@@ -158,17 +166,18 @@ class Console:
 
     def _fields(self, step: int, record: Mapping[str, float], checkpoint: str) -> dict[str, str]:
         assert self._started is not None
-        duration, work, waited, mfu = 1e-9, 0.0, 0.0, 0.0
+        duration, work, waited, mfu, shown = 1e-9, 0.0, 0.0, 0.0, ""
         for earlier in self._steps:
             duration += earlier["step_time_s"]
             work += earlier["tokens"] or earlier["samples"]
             waited += earlier["data_wait_s"]
             mfu += earlier.get("mfu", 0.0) * earlier["step_time_s"]
         self._steps = []
-        rate = work / duration
-        short = (
-            f"{rate / 1e6:.3g}M" if rate >= 1e6 else f"{rate / 1e3:.3g}k" if rate >= 1e4 else f"{rate:.0f}"
-        )
+        rate, positions = work / duration, record.get("positions_per_s", 0.0)
+        for value in (rate, positions) if positions > rate else (rate,):
+            power = 2 if value >= 1e6 else value >= 1e4
+            shown += "/" if shown else ""
+            shown += f"{value / 1e3**power:{'.3g' if power else '.0f'}}{['', 'k', 'M'][power]}"
         left = (time.monotonic() - self._started[1]) / max(1, step - self._started[0]) * (self._total - step)
         return {
             "step": f"step {step:>{len(str(self._total))}}/{self._total}",
@@ -177,11 +186,12 @@ class Console:
             "epoch": f"ep {record['epoch']:>5.2f}" if "epoch" in record else "",
             "grad": f"grad {record['grad_norm']:<6.3g}",
             "lr": f"lr {record['lr']:.1e}",
-            "rate": f"{short:>4} {self._unit}/s",
+            "rate": f"{shown:>4} {self._unit}/s",
             "mfu": f"{mfu / duration:>3.0%} MFU" if "mfu" in record else "",
             "memory": f"data {waited / duration:>3.0%}"
             if waited >= WAIT_SHOWN * duration
             else f"{record['max_mem_gib']:>4.1f} GiB",
+            "padding": f"{record['padding']:.0%} padding" if "padding" in record else "",
             "left": f"{datetime.timedelta(seconds=math.ceil(left))} left",
             "saved": checkpoint,
         }
@@ -262,8 +272,10 @@ class Recorder:
         *,
         from_step: int,
         mfu_of: float = 0.0,
+        positions: int = 0,
     ) -> None:
-        self._env, self._console, self._mfu_of = env, console, mfu_of
+        """`positions` of a sample, where not all of their tokens are trained on."""
+        self._env, self._console, self._mfu_of, self._positions = env, console, mfu_of, positions
         # the base class takes nothing
         self._reporter = None if type(reporter) is Reporter else reporter
         self._metrics, self._saves = Appender(run.metrics), Appender(run.saves)
@@ -316,6 +328,8 @@ class Recorder:
             duration = max(record["step_time_s"], 1e-9)
             record |= {"per_s": (record["tokens"] or record["samples"]) / duration, "max_mem_gib": memory}
             record |= {} if step.named is None else step.named(more)
+            if self._positions:
+                record["positions_per_s"] = self._positions * record["samples"] / duration
             if self._mfu_of:
                 record["mfu"] = self._mfu_of * record["samples"] / duration
             self._write("train", record)  # unbuffered: a kill loses nothing that was printed
@@ -331,6 +345,16 @@ class Recorder:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
             epochs = "" if epoch is None else f", epoch {epoch:.2f}"
             self._console.print_line(f"{shown}  at step {step}{epochs}")
+
+    def texts(self, name: str, step: int, rows: Sequence[Mapping[str, str]], printed: str) -> None:
+        """Rows of texts for the sinks that take them, on rank 0."""
+        self._console.print_line(printed)
+        for sink, losses in self._sinks:
+            try:
+                if callable(method := getattr(sink, "texts", None)):
+                    method(step, {name: rows})
+            except Exception as error:  # as in _write
+                losses.add(step, error)
 
     def _write(self, group: str, record: Mapping[str, float]) -> None:
         if self._env.is_main:
@@ -381,6 +405,8 @@ class Recorder:
 # length, masked CRC-32C of the length, payload, masked CRC-32C of the payload. The payload is a protobuf
 # Event message, of which four fields are used; a scalar event has 40 bytes.
 
+TEXT, TEXT_PLUGIN = b"\x08\x07\x12\x04\x12\x02\x08\x01", b"J\x08\n\x06\n\x04text"
+"""A TensorProto of one DT_STRING up to its value, and the metadata of the text plugin."""
 BUFFERED = 128
 """Events that wait before a write."""
 
@@ -441,6 +467,13 @@ class EventWriter:
         summary = b""
         for tag, value in values.items():
             summary += _tag(tag) + bytes(ctypes.c_float(value))  # more than fp32 holds is an infinity
+        self._write(_varint(2 << 3) + _varint(step) + _bytes_field(5, summary))
+
+    def texts(self, step: int, values: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
+        summary = b""
+        for tag, rows in values.items():
+            tensor = _bytes_field(8, TEXT + _bytes_field(8, markdown(rows).encode()))
+            summary += _bytes_field(1, _bytes_field(1, tag.encode()) + tensor + TEXT_PLUGIN)
         self._write(_varint(2 << 3) + _varint(step) + _bytes_field(5, summary))
 
     def _write(self, body: bytes) -> None:

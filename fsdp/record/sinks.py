@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import queue
 import threading
@@ -31,8 +32,8 @@ from fsdp.record.recorder import Losses, Sink
 
 log = logging.getLogger(__name__)
 
-TimedRecord = tuple[int, Mapping[str, float], float]
-"""Step, values, and when they were recorded."""
+TimedRecord = tuple[int, Mapping[str, Any], float]
+"""Step, numbers or rows of texts by name, and when they were recorded."""
 FLAG = "--run.sinks"
 MOST_WAITING = 10_000
 TOGETHER = 64
@@ -80,11 +81,13 @@ class TrackerSink:
         """After the last record; on the thread."""
         raise NotImplementedError
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         if self._waiting.qsize() < MOST_WAITING:
             self._waiting.put((step, values, time.time()))
         else:
             self._losses.add(step, f"{MOST_WAITING:,} records wait for it")
+
+    texts = scalars
 
     def close(self) -> None:
         """Waits CLOSE_S at most. In a process that lives on the thread still sends what is left."""
@@ -138,7 +141,13 @@ class WandbSink(TrackerSink):
 
     def send(self, entries: Sequence[TimedRecord]) -> None:
         for step, values, _ in entries:
-            self._run.log({"step": step, **values})
+            self._run.log({"step": step} | {name: self._logged(value) for name, value in values.items()})
+
+    def _logged(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        wandb: Any = importlib.import_module("wandb")
+        return wandb.Table(columns=[*value[0]], data=[[*row.values()] for row in value])
 
     def finish(self) -> None:
         self._run.finish()  # waits for the server without a limit
@@ -176,7 +185,11 @@ class MlflowSink(TrackerSink):
     def send(self, entries: Sequence[TimedRecord]) -> None:
         metrics = []
         for step, values, moment in entries:
-            for name in [name for name in values if step > self._last_step(name)]:
+            rows = {name: value for name, value in values.items() if isinstance(value, list)}
+            for name, value in rows.items():
+                text = json.dumps(value, indent=1, ensure_ascii=False)
+                self._client.log_text(self._run, text, f"{name}/step-{step:08}.json")
+            for name in [name for name in values if name not in rows and step > self._last_step(name)]:
                 self._last[name] = step
                 metrics.append(self._mlflow.entities.Metric(name, values[name], int(1000 * moment), step))
         for first in range(0, len(metrics), METRICS):

@@ -60,7 +60,7 @@ def _sample(run: RunData, trusted: Sequence[str]) -> Sample:
         return Sample(reason=f"the export has {size / 2**30:.1f} GiB: python -m fsdp.predict {run.path}")
     try:
         from fsdp.distributed.env import from_environment
-        from fsdp.predict.trained import Text, continued, default_prompt, open_run
+        from fsdp.predict.trained import Text, answers, default_prompt, open_run
 
         with open_run(run.path, from_environment({}), (), trusted) as trained:
             if trained.data.info.kind != "text":
@@ -68,8 +68,8 @@ def _sample(run: RunData, trusted: Sequence[str]) -> Sample:
             prompt = default_prompt(trained)
             texts = []
             for temperature, kind in ((0.0, "greedy"), (0.8, "sampled at temperature 0.8")):
-                options = Text(prompt, SAMPLE_TOKENS, temperature)
-                texts.append((kind, continued(trained, options)))
+                options = Text([prompt], raw=True, tokens=SAMPLE_TOKENS, temperature=temperature)
+                texts.append((kind, answers(trained, options)))
             return Sample(prompt, texts)
     except CodeRefused as error:
         print_line(f"fsdp.report: no samples: {error}")

@@ -27,7 +27,8 @@ CHARTS: tuple[ChartSpec, ...] = (
     # title, unit, (series, its label)
     ("Loss", "", (("loss", "training"), ("eval_loss", "held out"))),
     ("Held-out accuracy", "%", (("eval_accuracy", "accuracy"),)),
-    ("Throughput", "per second", (("per_s", "all ranks"),)),
+    ("Throughput", "per second", (("per_s", "all ranks, trained on"), ("positions_per_s", "positions"))),
+    ("Padding", "%", (("padding", "of the positions"),)),
     ("Step time", "s", (("step_time_s", "step"), ("data_wait_s", "waiting for data"))),
     ("MFU", "%", (("mfu", "of the device's peak"),)),
     ("Gradient norm", "", (("grad_norm", "norm"),)),
@@ -66,6 +67,7 @@ def _titled(title: str, run: RunData, runs: Sequence[RunData], content: str) -> 
 def _contents(run: RunData, sample: Sample) -> Iterator[tuple[str, Markup]]:
     yield "Where the time goes", _time(run)
     yield "Memory", _memory(run)
+    yield "Held-out answers", _answers(run)
     yield "Samples", _sample(sample)
     yield "Checkpoints", _checkpoints(run)
     yield "Starts", _starts(run)
@@ -119,6 +121,8 @@ FIGURES: tuple[tuple[str, str, tuple[str, ...], Callable[[float], str]], ...] = 
     ("step", "step_time_s", ("median",), seconds),
     ("waiting for data", "data_wait_s", ("median",), seconds),
     ("throughput", "per_s", ("median",), "{:,.0f}/s".format),
+    ("positions", "positions_per_s", ("median",), "{:,.0f}/s".format),
+    ("padding", "padding", ("median",), "{:.1%}".format),
     ("MFU", "mfu", ("median",), "{:.1%}".format),
     ("memory of rank 0", "max_mem_gib", ("max",), "{:.2f} GiB".format),
 )
@@ -192,6 +196,16 @@ def _memory(run: RunData) -> Markup:
     order = sorted(run.peaks, key=lambda rank: -sum(run.peaks[rank].values()))
     shown = {f"rank {rank}": run.peaks[rank] for rank in sorted(order[:MOST_BARS])}
     return bars(shown, byte_size) if shown else Markup("")
+
+
+def _answers(run: RunData) -> Markup:
+    """Of the last evaluation; those of earlier ones folded."""
+    tables = [
+        (step, part("table", [*rows[0]], [[*row.values()] for row in rows]))
+        for step, rows in itertools.islice(run.answers.items(), MOST_ROWS)
+    ]
+    earlier = Markup("").join(part("details", f"At step {step:,}", table) for step, table in tables[1:])
+    return tables[0][1] + earlier if tables else Markup("")
 
 
 def _sample(sample: Sample) -> Markup:

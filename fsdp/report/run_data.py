@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -126,6 +126,8 @@ class RunData:
     peaks: Mapping[int, Mapping[str, float]]
     """Rank → bytes by kind at the peak of its tensors, if the run was profiled."""
     notes: Sequence[str]
+    answers: Mapping[int, Sequence[Mapping[str, str]]] = field(default_factory=dict)
+    """Step → held-out questions with reference and answer."""
 
     @property
     def restarts(self) -> list[int]:
@@ -165,7 +167,17 @@ def read_run(path: Path) -> RunData:
         phases=read(watch / "timing.jsonl", _timing),
         peaks=dict(_peaks(path / "profile", notes)),
         notes=notes,
+        answers=read(run.answers, _answers),
     )
+
+
+def _answers(records: Iterable[Record]) -> dict[int, list[dict[str, str]]]:
+    """By step, the newest first."""
+    found: dict[int, list[dict[str, str]]] = {}
+    for record in records:
+        row = {name: str(record[name]) for name in ("question", "reference", "answer")}
+        found.setdefault(int(record["step"]), []).append(row)
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _cause(error: Exception) -> str:

@@ -6,6 +6,7 @@
     training_loop   batch, step, record, vote, evaluation, save
     step            one training step
     evaluate        evaluation on held-out data
+    answers         generated text: of prompts, and of held-out questions at an evaluation
     summary         the facts at the start and in a dry run, a plan's figures, the closing lines
     own_loop        the parts of a run for a training loop of one's own
 

@@ -265,13 +265,7 @@ def fill_weights(parts: RunParts) -> None:
     real_weights(config, parts.env, parts.sharded, job.spec, files=parts.files, restored=restored)
     saves.pretrained = job.exported
     if config.lora.rank:
-        from fsdp.checkpoint.pretrained import digest_of
-        from fsdp.models.lora import base_names
-
-        root = parts.sharded.root
-        frozen = base_names(root)
-        digests = {name: value for name, value in state_digest(root).items() if name in frozen}
-        saves.base = frozen_base(config, job.spec, job.dtypes, digest_of(digests))
+        saves.base = base_of(config, job.spec, parts.sharded)
     if config.train.evaluate_only and has_checkpoint:
         run = parts.run.path
         raise ConfigError(
@@ -279,6 +273,16 @@ def fill_weights(parts: RunParts) -> None:
             "its configuration and records would be replaced.",
             f"--checkpoint.resume {run} --run.dir {run}-evaluated",
         )
+
+
+def base_of(config: Config, spec: ModelSpec, sharded: Sharded) -> Base:
+    """The frozen weights of a sharded model with adapters. Collective."""
+    from fsdp.checkpoint.pretrained import digest_of
+    from fsdp.models.lora import base_names
+
+    frozen = base_names(sharded.root)
+    digests = {name: value for name, value in state_digest(sharded.root).items() if name in frozen}
+    return frozen_base(config, spec, sharded.dtypes, digest_of(digests))
 
 
 def frozen_base(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Base:
@@ -421,7 +425,7 @@ def records(parts: RunParts) -> None:
 
 
 def truncate(run: RunDir, step: int) -> None:
-    for file in (run.metrics, run.saves):
+    for file in (run.metrics, run.saves, run.answers):
         with writing(file):
             history.truncate(file, step)
 
@@ -429,7 +433,9 @@ def truncate(run: RunDir, step: int) -> None:
 def recorder(parts: RunParts, console: Console, mfu_of: float = 0.0) -> Recorder:
     """With its sinks on rank 0. Collective: every rank raises what rank 0 does."""
     config, env, run, step = parts.config, parts.env, parts.run, parts.state.step
-    made = Recorder(run, env, parts.reporter, console, from_step=step, mfu_of=mfu_of)
+    info = parts.job.data.info
+    positions = info.tokens_per_sample if info.masks_targets else 0
+    made = Recorder(run, env, parts.reporter, console, from_step=step, mfu_of=mfu_of, positions=positions)
     if config.run.sinks or config.run.wandb or config.run.mlflow:
         from fsdp.record.sinks import build_sinks
 

@@ -160,7 +160,8 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     how = f"stopped by {outcome.stopped}" if outcome.stopped else "finished"
     lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
     run = shlex.quote(shown)
-    named = [name for name in (config.model.name, *config.data.names) if ":" in name and "://" not in name]
+    names = (config.model.name, *config.data.names)  # hf:FOLDER and those of a store are no code
+    named = [name for name in names if ":" in name and "://" not in name and not name.startswith("hf:")]
     target = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
     resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:

@@ -34,6 +34,7 @@ from fsdp.rundir.lock import TWO_RUNS
 from fsdp.shard.compute import refresh_of_scales
 
 if TYPE_CHECKING:
+    from fsdp.run.answers import HeldOutAnswers
     from fsdp.watch.replica_checks import BranchCheck, ReplicaChecks
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,16 @@ class TrainingLoop(RunParts):
 
             self.branches = maybe_branch_check(sharded)
             self.replicas = ReplicaChecks(config.watch, sharded) if config.watch.divergence else None
+        self.questions: HeldOutAnswers | None = None
+        if (
+            config.train.eval_answers
+            and job.data.heldout is not None
+            and "questions" in job.data.info.preprocess
+        ):
+            from fsdp.run.answers import HeldOutAnswers
+
+            self.questions = HeldOutAnswers(self) if job.sizes.tensor == job.sizes.context == 1 else None
+        self.padding_of = getattr(job.data.train, "padding_share", None)
         self.states: StateCheck | None = None
         after = [] if self.ema is None else [self.ema.update]
         refresh = refresh_of_scales(sharded.root, config.speed, sharded=job.sizes.strategy != "ddp")
@@ -195,6 +206,8 @@ class TrainingLoop(RunParts):
         record |= {"step_time_s": time.perf_counter() - began, "data_wait_s": waited}
         if batch.epoch is not None:
             record["epoch"] = batch.epoch
+        if self.padding_of is not None:
+            record["padding"] = self.padding_of(self.job.cursor.indices(step - 1))
         named = None
         if totals.more is not None:
             loss, named = torch.cat([loss.view(1), totals.more]), totals.named
@@ -256,6 +269,8 @@ class TrainingLoop(RunParts):
             return
         self.evaluation, self.evaluated_step = evaluation, step
         self.recorder.values("eval", step, evaluation.values(), self.job.epoch_at(step))
+        if self.questions is not None:
+            self.questions.record(step)
 
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")

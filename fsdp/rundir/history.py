@@ -3,6 +3,7 @@
     config.toml     the newest resolved configuration; places of checkpoints are absolute
     metrics.jsonl   one record per step and per evaluation
     saves.jsonl     one record per sealed checkpoint
+    answers.jsonl   one record per held-out question that an evaluation has answered
     history.jsonl   one record per start, end, crash and lost start
     STOPPED         the reason of a stop on request, if the last start ended so
     DONE            written when the last step is reached
@@ -70,6 +71,7 @@ class RunDir:
     metrics = _Below("metrics.jsonl")
     history = _Below("history.jsonl")
     saves = _Below("saves.jsonl")
+    answers = _Below("answers.jsonl")
     stopped = _Below("STOPPED")
     done = _Below("DONE")
     failed = _Below("FAILED")
