@@ -14,7 +14,7 @@ from tests.golden.chain import Chain, Death, Violation
 from tests.golden.configurations import CONFIGURATIONS, FP64, MLP, Configuration, write_data
 from tests.golden.values import TOLERANCE, Values, difference
 
-SAMPLE = ("mlp", "hsdp-micro-batches", "mixture-lora", "stream", "states-in-files")
+SAMPLE = ("mlp", "hsdp-micro-batches", "stream")
 
 
 def _marks(configuration: Configuration) -> list[pytest.MarkDecorator]:

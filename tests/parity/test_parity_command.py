@@ -106,7 +106,7 @@ def test_the_hint_for_dropout_turns_it_off(tmp_path: Path) -> None:
     from transformers import BertConfig
 
     BertConfig(**SIZES, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
-    words = ["--model.name", f"hf:{tmp_path}", *DATA["bert"].split()]
+    words = ["--model.name", f"hf:{tmp_path}", "--model.weights", "none", *DATA["bert"].split()]
     with pytest.raises(ConfigError, match=r"dropout drops values at random: .* HINT: --model") as caught:
         job_of(ParityOptions(words, 2, "fp64", 2), CPU)
     assert caught.value.hint is not None

@@ -233,7 +233,7 @@ FLOAT8_PAIRS = [pair for pair in PAIRS if "float8" in pair and pair not in REFUS
 
 
 @pytest.mark.parametrize(
-    ("first", "share"), sample_are([one for one in shares() if one[1] == 0][::8], shares())
+    ("first", "share"), sample_are([one for one in shares() if one[1] == 0][::16], shares())
 )
 def test_with_each_knob_after_it(first: str, share: int, tmp_path: Path) -> None:
     for ranks in (2, 4):

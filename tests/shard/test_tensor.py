@@ -105,7 +105,7 @@ class Scaled(Transformer):
 FAMILIES = {name: f"{HERE}:{name}" for name in ("llama", "qwen3", "mistral", "gemma3")}
 MODELS = {"tied": TIED, "scaled": f"{HERE}:Scaled", **FAMILIES}
 CASES = [(model, shape) for model in MODELS for shape in SHAPES]
-SAMPLE = [("gemma3", "shard"), ("llama", "replicate"), ("scaled", "replicate"), ("mistral", "tensor")]
+SAMPLE = [("gemma3", "shard"), ("scaled", "replicate")]
 
 
 def check_same(done: Finished, expected: Finished, bound: float = 1e-10) -> None:
@@ -134,7 +134,7 @@ CHANGES = [(DIVIDED, DIVIDED), (DIVIDED, SHARDED), (SHARDED, DIVIDED)]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    quick_are([(DIVIDED, DIVIDED)], [(DIVIDED, DIVIDED), (DIVIDED, SHARDED), (SHARDED, DIVIDED)]),
+    quick_are([(DIVIDED, DIVIDED)], CHANGES, [(SHARDED, DIVIDED)]),
 )
 def test_a_stopped_run_resumes_at_any_shape(tmp_path: Path, before: str, after: str) -> None:
     """With dropout at the same shape: to the bit."""
