@@ -58,6 +58,7 @@ class Kind(enum.Enum):
     NODES_LEAVE = "Ray announced that a node leaves"
     REFUSED = "another job writes the run directory"
     FINAL = "an error that another start would repeat"
+    PROGRAM = "an error of the program itself"
     ERROR = "an error"
     DIED = "a rank ended without an error message"
     UNMET = "the rendezvous failed"
@@ -76,12 +77,17 @@ class Failure:
     """Its traceback, where a launcher other than the rank prints it."""
 
 
+PROGRAM_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, NotImplementedError)
+"""Before the first step of a run another start repeats them; later a sample may be the cause."""
+
+
 def failure_of(error: BaseException) -> Failure:
     """The kind, exit code and message of an exception."""
     echo = is_lost_peer(error)
     if not isinstance(error, ShardrunError):
         message = first_line(error, 2000) if echo else exception_line(error)
-        return Failure(Kind.ERROR, 1, message, echo)
+        kind = Kind.PROGRAM if isinstance(error, PROGRAM_ERRORS) and not echo else Kind.ERROR
+        return Failure(kind, 1, message, echo)
     lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
     echo = isinstance(error, OtherRankFailed) or lost
     # an error with another as its cause, such as a file that could not be read, may not repeat

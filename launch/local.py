@@ -195,7 +195,7 @@ class _RankProcesses:
             named = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             how = f"a rank ended with {named} {end.where}"
             if decision.act is Act.END:
-                if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
+                if end.kind in (Kind.PROGRAM, Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
                     print(f"launch.local: {how}: {decision.why}: no restart", file=sys.stderr)
                 return decision.code
             crashes.append(end)

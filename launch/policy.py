@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from fsdp.base.phases import StopReason
@@ -109,6 +109,9 @@ def kind_of_stop(reason: str) -> Kind:
 
 
 def decide(end: End, past: Past, allocation: Allocation) -> Decision:
+    if end.kind is Kind.PROGRAM:
+        repeats = end.starting or end.step == 0
+        end = replace(end, kind=Kind.FINAL if repeats else Kind.ERROR)
     if end.kind is Kind.DONE:
         return DONE
     if end.kind is Kind.STOPPED:
@@ -167,10 +170,15 @@ def _repeats(end: End, crashes: Sequence[End]) -> bool:
     if end.starting:
         trailing = len(list(takewhile(lambda crash: crash.starting, reversed(crashes))))
         return trailing + 1 >= CRASHES_AT_ONE_PLACE[end.kind]
+    errors = (Kind.ERROR, Kind.PROGRAM)
     same = [
         crash
         for crash in crashes
         if not crash.starting
-        and (end.step <= crash.step if end.kind is crash.kind is Kind.ERROR else end.step == crash.step)
+        and (
+            end.step <= crash.step
+            if end.kind is Kind.ERROR and crash.kind in errors
+            else end.step == crash.step
+        )
     ]
     return len(same) + 1 >= CRASHES_AT_ONE_PLACE[end.kind]

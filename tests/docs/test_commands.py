@@ -167,7 +167,7 @@ def test_modules_recipes_and_flags_of_a_command_exist(command: str) -> None:
         own = own[1:]  # a strategy or a recipe in front: tests/slurm/test_scripts.py
     of_a_run = own[:1] == ["--config"] and own[1].startswith(("RUN/", "runs/", "s3://"))
     if own and "--batch_size" not in own and not of_a_run:
-        configuration.load(own)
+        configuration.load([word.replace("{task}", "1") for word in own])
 
 
 # ---------------------------------------------------------------- as typed

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp.distributed import stop
 from launch import policy
+from launch.guard import failure_of
 from launch.policy import Act, Allocation, End, Kind, Past, decide, kind_of_stop
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "restarts.md"
@@ -17,7 +18,7 @@ LAUNCHERS = {
     "launch.local": Allocation(tries_left=3),
     "Ray": Allocation(),
 }
-OWN_CODES = {Kind.FINAL: (2, 5), Kind.ERROR: (1, 3, 4, 5, 6)}
+OWN_CODES = {Kind.FINAL: (2, 5), Kind.PROGRAM: (1,), Kind.ERROR: (1, 3, 4, 5, 6)}
 
 
 def table() -> list[dict[str, str]]:
@@ -124,3 +125,11 @@ def test_the_bounds_are_those_of_the_page() -> None:
     assert stops == unmet == [Act.REQUEUE, Act.END]
     ends = [End(Kind.PREEMPTED, why="SIGUSR1"), End(Kind.UNMET), crash(10)]
     assert [decide(end, Past(unmet=1), fixed).act for end in ends] == [Act.END, Act.END, Act.AGAIN]
+
+
+@pytest.mark.parametrize(("step", "act"), [(0, Act.END), (3, Act.AGAIN)])
+def test_an_error_of_the_program_is_not_tried_again_before_a_step(step: int, act: Act) -> None:
+    failure = failure_of(TypeError("forward() takes 1 argument"))
+    end = End(failure.kind, step, code=1, why=failure.message)
+    assert decide(end, Past(), Allocation(requeue=True)).act is act
+    assert decide(End(Kind.ERROR, step), Past(), Allocation(requeue=True)).act is Act.AGAIN

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from fsdp.base.errors import RefusedError
+from fsdp.base.errors import ConfigError, RefusedError
 from fsdp.rundir import history, lock
 from fsdp.rundir.history import RunDir
 from launch import policy, slurm_job
@@ -164,3 +164,35 @@ def test_the_job_s_own_history_is_what_counts(run: RunDir, monkeypatch: pytest.M
     assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
     run.done.touch()
     assert slurm_job.message(run, judge(run)) == "done: the run has all its steps."
+
+
+def test_the_node_of_all_crashes_of_an_allocation_is_left_out(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the watch's verdicts; with those that the job leaves out already."""
+    monkeypatch.setenv("SHARDRUN_RECORD", "JobId=7 Requeue=1 BatchFlag=1 ExcNodeList=n9")
+    (run.path / "watch").mkdir()
+    words = ["judge", str(run.path), "--job", "7", "--code", "137"]
+    for step, expected in ((4, slurm_job.AGAIN), (8, slurm_job.AGAIN), (12, slurm_job.REQUEUE)):
+        reach(run, step)
+        history.append(
+            run.path / "watch" / "verdicts.jsonl", {"time": 1e12, "kind": "died", "nodes": ["n2.x"]}
+        )
+        capsys.readouterr()
+        assert slurm_job.main(words) == expected
+    assert capsys.readouterr().out.startswith("left_out=(n9,n2)\n")
+
+
+def test_a_hook_that_fails_on_all_nodes_ends_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDRUN_NODES", "n1 n2")
+    words = ["judge", str(run.path), "--job", "7", "--code", "1", "--unmet", "--failed"]
+    assert slurm_job.main([*words, "n1,n2"]) == 3
+    assert slurm_job.main([*words, "n2"]) == slurm_job.REQUEUE
+
+
+def test_tasks_of_an_array_differ_by_a_flag(run: RunDir) -> None:
+    words = ["--run.dir", str(run.path), "--optim.lr", "{task}e-3"]
+    program = slurm_job.begin(words, {"SHARDRUN_JOB": "7_3"})["program"]
+    assert program[-2:] == ["--optim.lr", "3e-3"]
+    with pytest.raises(ConfigError, match=r"no array\. HINT: sbatch --array"):
+        slurm_job.begin(words, {"SHARDRUN_JOB": "7"})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch import submit
+from tests.slurm.cluster import REPOSITORY, Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS
 
@@ -81,3 +83,31 @@ def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(
         assert re.search(rf"^#SBATCH {line}$", printed, re.MULTILINE), line
     assert "--signal=USR2@120" in printed
     assert not list(tmp_path.glob("runs/*/code"))
+
+
+SUBMIT = """
+from launch.submit import submit
+job = submit([*{flags}, "--run.dir", "{run}"], nodes=2, tasks_per_node=1, time="5", exclude="n3")
+try:
+    print("RESULT", job.result(300)["step"])
+except Exception as error:
+    print("RESULT", type(error).__name__, error.exit_code, error)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "result"),
+    [
+        (("--train.steps", "3"), "3"),
+        (("--optim.lr", "1e30", "--train.nonfinite", "stop"), "TrainingError 5 "),
+    ],
+)
+def test_from_python_the_outcome_is_returned_and_the_error_raised(
+    flags: tuple[str, ...], result: str, tmp_path: Path, slurm: Cluster
+) -> None:
+    program = SUBMIT.format(flags=[*FLAGS, *flags], run=tmp_path / "run")
+    said = slurm.run(sys.executable, "-c", program, env={"PYTHONPATH": str(REPOSITORY)}, timeout_s=300).stdout
+    assert said.startswith(f"RESULT {result}"), said
