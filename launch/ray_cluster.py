@@ -32,7 +32,7 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp.base.errors import LaunchError, ShardrunError, first_line
 from fsdp.base.phases import SIGNALS, stop_signals
-from fsdp.base.text import counted
+from fsdp.base.text import counted, print_line
 from fsdp.config import Config, RaySection, worker_range
 from fsdp.config.trust import named_code
 from fsdp.rundir import history
@@ -64,7 +64,7 @@ OWN = {
 STORE_BYTES = 128 << 20
 """Nothing here uses Ray's object store: far below its default of a third of the memory."""
 PR_SET_PDEATHSIG = 1
-CONNECT_S = 5.0
+CONNECT_S, INIT_S = 5.0, 180.0
 NODES = "SHARDRUN_RAY_NODES"
 """Set by a job script that starts the cluster: the number of nodes to wait for."""
 NODES_S, POLL_S = 120.0, 0.1
@@ -82,8 +82,19 @@ def with_address(config: Config) -> Config:
     """The address as ray.init finds it: --ray.address, else RAY_ADDRESS. Empty for a Ray of one's own."""
     variable = os.environ.get("RAY_ADDRESS", "")
     # http://… is the address of `ray job submit`
-    address = config.ray.address or ("" if variable.startswith("http") else variable)
+    variable = "" if variable.startswith("http") else variable
+    address = config.ray.address or variable
+    if address == "auto":
+        address = variable if variable not in ("", "auto", "local") else newest_address()
     return configuration.replace(config, ray__address="" if address == "local" else address)
+
+
+def newest_address() -> str:
+    """The cluster that `auto` means: that of the last `ray start` here. "auto" if Ray has to look for one."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+    with contextlib.suppress(OSError):
+        return (folder / "ray_current_cluster").read_text().strip() or "auto"
+    return "auto"
 
 
 # ---------------------------------------------------------------- a local Ray
@@ -177,14 +188,20 @@ def connected(local: OwnRay | None, config: Config) -> Iterator[str]:
 
     for name in ("ray", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
+        raise LaunchError(
+            f"--ray.address {address} needs Ray Client, which is not installed.",
+            "pip install 'ray[client]', or the command on a node of the cluster with --ray.address auto",
+        )
     _wait_for_port(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={} if local is not None else {"py_modules": code_of(config)},
-        )
+        with _deadline(address):
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={} if local is not None else {"py_modules": code_of(config)},
+            )
     except (ImportError, ray.exceptions.AuthenticationError, OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"--ray.address {address}: no Ray there accepts this driver ({first_line(error)}).",
@@ -193,9 +210,30 @@ def connected(local: OwnRay | None, config: Config) -> Iterator[str]:
             "or ray start --head there first",
         ) from None
     try:
-        yield f"Ray {ray.__version__}{', started here' if local is not None else f' at {address}'}"
+        taken = address if address.startswith("ray://") else ray.get_runtime_context().gcs_address
+        yield f"Ray {ray.__version__}{', started here' if local is not None else f' at {taken}'}"
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _deadline(address: str) -> Iterator[None]:
+    """End the process if the block takes longer than INIT_S: a cluster whose port answers and that is not
+    healthy keeps Ray's core waiting.
+    """
+
+    def end() -> None:
+        hint = "ray status there; or leave --ray.address out to start one here"
+        print_line(f"train.py: --ray.address {address}: no answer within {INIT_S:.0f} s. HINT: {hint}")
+        os._exit(LaunchError.exit_code)
+
+    timer = threading.Timer(INIT_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _wait_for_port(address: str, until: float) -> None:

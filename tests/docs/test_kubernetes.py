@@ -33,6 +33,7 @@ def test_one_image_of_the_pinned_ray(job: dict[str, Any]) -> None:
     assert f"-t {image} ." in DOCKERFILE
     assert f"-t {image} ." in text_of(ROOT / "docs" / "first-kubernetes.md")
     assert job["spec"]["rayClusterSpec"]["rayVersion"] == PINNED["ray[train]"]
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
 
 
 def test_the_image_has_what_train_py_imports() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,16 +32,20 @@ def run(*command: str, open_files: int = 4096) -> subprocess.CompletedProcess[st
     [
         ("", "", ""),
         ("", "head:6379", "head:6379"),
-        ("auto", "head:6379", "auto"),
+        ("auto", "head:6379", "head:6379"),
+        ("auto", "", "127.0.0.9:1"),
         ("local", "head:6379", ""),
         ("", "http://127.0.0.1:8265", ""),
     ],
 )
 def test_the_address_is_that_of_the_flag_or_of_the_environment(
-    flag: str, variable: str, address: str, monkeypatch: pytest.MonkeyPatch
+    flag: str, variable: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As ray.init reads it; `ray job submit` has an address of another kind in the same variable."""
     monkeypatch.setenv("RAY_ADDRESS", variable)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.9:1")  # of the last `ray start`
     assert with_address(load(["--backend", "ray", "--ray.address", flag])).ray.address == address
 
 
@@ -70,3 +76,25 @@ def test_a_cluster_that_wants_a_token_is_one_line(monkeypatch: pytest.MonkeyPatc
         pass
     assert "InvalidAuthToken: the token does not match" in str(told.value)
     assert "export RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN" in str(told.value)
+
+
+def test_a_cluster_that_does_not_answer_ends_in_time_with_its_address() -> None:
+    """Its port accepts connections and says nothing: ray.init waits in Ray's core."""
+    program = (
+        "import socket, sys; from launch import ray_cluster; from fsdp.config import load\n"
+        "server = socket.create_server(('127.0.0.1', 0)); ray_cluster.INIT_S = 3.0\n"
+        "address = f'127.0.0.1:{server.getsockname()[1]}'\n"
+        "with ray_cluster.connected(None, load(['--backend', 'ray', '--ray.address', address])): pass"
+    )
+    done = run("-c", program)
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"--ray\.address 127\.0\.0\.1:\d+: no answer within 3 s\. HINT: ray status", done.stderr)
+
+
+def test_ray_client_without_its_package_names_it() -> None:
+    config = load(["--backend", "ray", "--ray.address", "ray://head:10001"])
+    if importlib.util.find_spec("grpc") is not None:
+        pytest.skip("grpc is installed here")
+    said = r"needs Ray Client.* HINT: pip install 'ray\[client\]'"
+    with pytest.raises(LaunchError, match=said), ray_cluster.connected(None, config):
+        pass
