@@ -13,6 +13,8 @@ from fsdp.config import load
 from fsdp.plan.__main__ import main
 
 ROOT = Path(__file__).parents[2]
+SHAPE = dict.fromkeys(("sft", "lora"), " --model.name transformer --model.preset llama-8b")
+"""Of recipes for a model of the user."""
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 ROW = re.compile(
     r"^(?:# )? +(?P<mesh>\d+×\d+( [a-z]+ \d+)*) .* (?P<peak>\d+\.\d) +(?P<fits>yes|no) +"
@@ -40,10 +42,11 @@ def test_a_recipe_fits_its_hardware_as_its_comment_says(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     assert load(["--config", str(recipe)]).plan.gpus > 0
-    assert main(["--config", f"recipes/{recipe.name}"]) == 0
+    words = f"--config recipes/{recipe.name}{SHAPE.get(recipe.stem, '')}"
+    assert main(words.split()) == 0
     printed = capsys.readouterr().out
     text = recipe.read_text(encoding="utf-8")
-    assert f"# python -m fsdp.plan --config recipes/{recipe.name}:\n#   {printed.splitlines()[0]}\n" in text
+    assert f"# python -m fsdp.plan {words}:\n#   {printed.splitlines()[0]}\n" in text
     now, said = ROW.search(printed), ROW.search(text)
     assert now is not None
     assert said is not None, printed
