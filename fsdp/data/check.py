@@ -85,9 +85,11 @@ def _cut(store: TokenStore, seq_len: int, form: str) -> list[str]:
     if not (cut := lengths.cut(seq_len)):
         return [f"--data.seq_len {seq_len}: nothing is cut"]
     lost = int(np.maximum(lengths.tokens - seq_len - 1, 0).sum())
-    untrained = f"; {lengths.untrained:,} have no token to train on before it" if lengths.untrained else ""
+    untrained = f", {lengths.untrained:,} of them without a token to train on before it" * bool(
+        lengths.untrained
+    )
     return [
-        f"--data.seq_len {seq_len}: {cut:,} are cut, {lost:,} tokens{untrained}. "
+        f"--data.seq_len {seq_len}: cut are {cut:,} of {len(lengths.tokens):,}, {lost:,} tokens{untrained}. "
         f"HINT: --data.seq_len {int(lengths.tokens.max()) - 1} holds the longest"
     ]
 

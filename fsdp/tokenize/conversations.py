@@ -285,10 +285,9 @@ def untrained_reason(row: SourceRow, document: Document) -> str:
     if document.trained is None or document.trained[1:].any():
         return ""
     messages = row.values.get("messages", ())
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
+    if not any(message["role"] == "assistant" for message in messages):
         return "no message is the assistant's" if messages else "its completion is empty"
-    return f"each of the assistant's {len(answers)} messages is empty, or has weight 0"
+    return "every message of the assistant is empty, or has weight 0"
 
 
 # ---------------------------------------------------------------- chat templates

@@ -101,6 +101,7 @@ NOT_RUN = {
     r"python -m bench\.": "minutes to an hour; tests/bench runs the short parts",
     r"torchrun --nproc_per_node=2 train.py --data.name chats": "needs a tokenizer: tests/tokenize",
     r"torchrun --nproc_per_node=2 train.py --data.name pictures": "needs pictures: tests/data/test_folder.py",
+    r".*(recipes/(sft|lora)\.toml|runs/chat)": "tests/walks/test_finetuner.py runs the page as typed",
     r"python -m fsdp\.tokenize": "needs a tokenizer and a corpus: tests/tokenize/test_shards.py runs it",
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
     r"python -m fsdp\.plan --config recipes/(llama|experts)": "tests/plan/test_recipes.py plans every recipe",

@@ -50,7 +50,7 @@ def test_rows_left_out_are_counted_and_listed(tmp_path: Path, caplog: pytest.Log
     assert caplog.messages[-1].splitlines() == [
         "documents: 2 rows left out, without a token to train on:",
         f"  {source} line 2: no message is the assistant's",
-        f"  {source} line 3: each of the assistant's 1 messages is empty, or has weight 0",
+        f"  {source} line 3: every message of the assistant is empty, or has weight 0",
         "2 bad rows left out:",
         *[line for line in caplog.messages[-1].splitlines() if " line 4 " in line or " line 5:" in line],
     ]
@@ -74,8 +74,8 @@ def test_check_shows_what_a_run_would_read(tmp_path: Path) -> None:
     assert f"{source}: 6 rows, 2 conversations, 1 of them held out" in text
     assert "no message is the assistant's" in text
     assert f"  {source} line 4 is not an object of JSON" in text
-    assert "--data.seq_len 20: 1 are cut" in text
-    assert "1 have no token to train on before it. HINT: --data.seq_len " in text
+    assert "--data.seq_len 20: cut are 1 of 2, " in text
+    assert "1 of them without a token to train on before it. HINT: --data.seq_len " in text
     assert "assistant\n  ⟦Hello<|im_end|>⟧" in text
     longest = text.partition("HINT: --data.seq_len ")[2].split()[0]
     text, stops = check_rows(load([*flags, "--data.seq_len", longest, "--data.args.bad_rows", "skip"]))
