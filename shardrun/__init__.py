@@ -26,6 +26,7 @@ _PARTS = {
     "Outcome": "fsdp.run.training_loop",
     "Config": "fsdp.config", "DistEnv": "fsdp.distributed.env", "ShardrunError": "fsdp.base.errors",
     "process": "fsdp.run.own_loop", "shard": "fsdp.run.own_loop", "Training": "launch.in_process",
+    "Reporter": "fsdp.record.recorder", "app_reader": "fsdp.checkpoint.export", "submit": "launch.submit",
 }  # fmt: skip
 """Names of the API, and the modules that define them."""
 
@@ -44,11 +45,14 @@ _use_code()
 
 if TYPE_CHECKING:
     from fsdp.base.errors import ShardrunError
+    from fsdp.checkpoint.export import app_reader
     from fsdp.config import Config
     from fsdp.distributed.env import DistEnv
+    from fsdp.record.recorder import Reporter
     from fsdp.run.evaluate import Outcome
     from fsdp.run.own_loop import process, shard
     from launch.in_process import Training, load_config, record_of, train
+    from launch.submit import submit
 
 
 def __getattr__(name: str) -> Any:
@@ -62,6 +66,6 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "CODE", "Config", "DistEnv", "Outcome", "ShardrunError", "Training", "load_config", "process",
-    "record_of", "shard", "train",
+    "CODE", "Config", "DistEnv", "Outcome", "Reporter", "ShardrunError", "Training", "app_reader",
+    "load_config", "process", "record_of", "shard", "submit", "train",
 ]  # fmt: skip

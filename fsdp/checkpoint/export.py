@@ -34,6 +34,8 @@ from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.units import names_in_state
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint import StorageReader
+
     from fsdp.models.hf import SourceFolder
 
 SHARD_GIB = 5.0
@@ -340,3 +342,26 @@ def _write_all(folder: Path, writers: Mapping[Path, Write]) -> list[Path]:
     finally:
         for file in staged.values():
             file.unlink(missing_ok=True)
+
+
+def app_reader(checkpoint: str | Path, name: str = "app") -> StorageReader:
+    """A reader for `dcp.load({name: AppState(model, optimizer)}, storage_reader=…)` of another program, with
+    the checkpoint's `model` and `optim` under that name.
+    """
+    from torch.distributed.checkpoint import FileSystemReader, Metadata
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            read = super().read_metadata(*args, **kwargs)
+            tensors, paths = read.state_dict_metadata, read.planner_data
+            return dataclasses.replace(
+                read,
+                state_dict_metadata={f"{name}.{key}": value for key, value in tensors.items()},
+                planner_data={f"{name}.{key}": (name, *path) for key, path in paths.items()},
+                storage_data={
+                    dataclasses.replace(index, fqn=f"{name}.{index.fqn}"): place
+                    for index, place in read.storage_data.items()
+                },
+            )
+
+    return Reader(checkpoint)

@@ -430,11 +430,9 @@ def truncate(run: RunDir, step: int) -> None:
             history.truncate(file, step)
 
 
-def recorder(parts: RunParts, console: Console, mfu_of: float = 0.0) -> Recorder:
+def recorder(parts: RunParts, console: Console, mfu_of: float = 0.0, positions: int = 0) -> Recorder:
     """With its sinks on rank 0. Collective: every rank raises what rank 0 does."""
     config, env, run, step = parts.config, parts.env, parts.run, parts.state.step
-    info = parts.job.data.info
-    positions = info.tokens_per_sample if info.masks_targets else 0
     made = Recorder(run, env, parts.reporter, console, from_step=step, mfu_of=mfu_of, positions=positions)
     if config.run.sinks or config.run.wandb or config.run.mlflow:
         from fsdp.record.sinks import build_sinks

@@ -110,7 +110,9 @@ def _set_up(loop: TrainingLoop, oom: OutOfMemoryHandler, parts: ExitStack) -> No
     loop.stopper = parts.enter_context(closing(build.stopper(loop)))
     loop.loader = parts.enter_context(closing(build.loader(loop)))
     build.records(loop)
-    recorder = build.recorder(loop, build.console(loop), mfu)
+    info = loop.job.data.info
+    positions = info.tokens_per_sample if info.masks_targets else 0
+    recorder = build.recorder(loop, build.console(loop), mfu, positions)
     loop.recorder = parts.enter_context(closing(recorder))
     log_start(loop, facts, restored)
     loop.set_up_steps()
