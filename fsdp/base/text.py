@@ -78,6 +78,19 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
+def covering(names: Collection[str], every: Iterable[str]) -> str:
+    """Patterns of these names for a flag, `vision.*` for all below the outermost module of which `every` name
+    is among them.
+    """
+    known, patterns = [f"{name}." for name in every], list[str]()
+    for name in names:
+        parts = name.split(".")
+        modules = ("".join(f"{part}." for part in parts[:depth]) for depth in range(1, len(parts) + 1))
+        outer = next(m for m in modules if all(k[:-1] in names for k in known if k.startswith(m)))
+        patterns.append(name if outer == f"{name}." else f"{outer}*")
+    return ",".join(dict.fromkeys(patterns))
+
+
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """A line for each row, its cells aligned to the left, in the columns `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

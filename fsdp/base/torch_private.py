@@ -548,13 +548,17 @@ def forward_order(group: FSDPParamGroup) -> list[FSDPParamGroup]:
     return group.comm_ctx.post_forward_order
 
 
+UNUSED = "reduce_scatter_unused_params"
+"""Of a group that reduces zeros for parameters without a gradient; torch 2.11 has none."""
+
+
 def unreduced_groups(groups: Sequence[FSDPParamGroup]) -> list[tuple[int, list[bool]]]:
     """(index of a group whose backward has not ended, which of its parameters hold a gradient).
 
     Without it, a rank that leaves out a branch of the root's own group is not found.
     """
     return [
-        (index, [_has_unreduced(parameter) for parameter in group.fsdp_params])
+        (index, [getattr(group, UNUSED, False) or _has_unreduced(p) for p in group.fsdp_params])
         for index, group in enumerate(groups)
         if group._training_state is not TrainingState.POST_BACKWARD
     ]

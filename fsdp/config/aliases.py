@@ -28,10 +28,13 @@ _OF_SHARDING = {word: flags for flags, words in SHARDING.items() for word in wor
 _OF_STAGE = {"0": _DDP, "1": _FULL + _STEP, "2": _FULL + _KEEP, "3": _FULL}
 
 LAUNCHER = "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"
-PARALLEL = "no counterpart: ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard"
+PER_RANK = "--train.micro_batch VALUE, --train.global_batch VALUE × ranks × accumulation: per rank elsewhere"
+PIPELINE = "no counterpart: --mesh.shard, --mesh.tensor, --mesh.context and --mesh.expert divide a model here"
 ALWAYS = "leave it out: FSDP2 always does so"
+RAY = "python train.py --backend ray --ray.num_workers N, or train() in a worker of your own: docs/migrate.md"
 HINTS = {
-    "--train.global_batch VALUE": "batch_size train_batch_size global_batch_size train_batch",
+    "--train.global_batch VALUE": "train_batch_size global_batch_size train_batch",
+    PER_RANK: "batch_size",
     "--train.micro_batch VALUE": "per_device_train_batch_size micro_batch_size local_batch_size "
     "train_micro_batch_size_per_gpu mbs",
     "--train.eval_batch VALUE": "per_device_eval_batch_size eval_batch_size val_batch_size",
@@ -46,36 +49,46 @@ HINTS = {
     "--mesh.shard VALUE": "data_parallel_shard_degree dp_shard dp_shard_size",
     "no counterpart: frozen weights in half the bytes are --precision.frozen bf16 with --lora.rank 8":
         "qlora load_in_4bit load_in_8bit",
-    PARALLEL: "tensor_parallel_degree tp_size pipeline_parallel_degree pp_size context_parallel_degree "
-    "cp_size ep_size expert_parallel_degree sequence_parallel_size",
+    PIPELINE: "pipeline_parallel_degree pp_size pipeline",
+    "--mesh.tensor VALUE": "tensor_parallel_degree tp_size tensor_parallel autotp_size",
+    "--mesh.context VALUE": "context_parallel_degree cp_size sequence_parallel_size sp_size",
+    "--mesh.expert VALUE": "ep_size expert_parallel_degree expert_parallel_size",
     "--mesh.wrap class:VALUE": "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap",
     "--mesh.wrap size:VALUE": "min_num_params fsdp_min_num_params",
     "--mesh.wrap auto": "auto_wrap_policy fsdp_auto_wrap_policy",
     "--speed.prefetch_backward 1": "backward_prefetch fsdp_backward_prefetch",
     "--speed.prefetch_forward 1": "forward_prefetch fsdp_forward_prefetch",
     ALWAYS: "use_orig_params fsdp_use_orig_params sync_module_states limit_all_gathers fsdp_version "
-    "find_unused_parameters fsdp_cpu_ram_efficient_loading low_cpu_mem_usage",
+    "find_unused_parameters fsdp_cpu_ram_efficient_loading low_cpu_mem_usage overlap_comm "
+    "contiguous_gradients allgather_partitions reduce_scatter sub_group_size stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_gather_16bit_weights_on_model_save",
+    RAY: "use_gpu scaling_config scalingconfig resources_per_worker trainer_resources placement_strategy "
+    "train_loop_config train_loop_per_worker torch_config datasets",
+    "docs/migrate.md": "deepspeed deepspeed_config zero_optimization run_config fsdp_config trainer",
     "--precision.param VALUE": "mixed_precision precision dtype torch_dtype amp param_dtype",
-    "--precision.param bf16": "bf16",
-    "--precision.param fp16": "fp16",
+    "--precision.param bf16": "bf16 bf16.enabled bfloat16.enabled",
+    "--precision.param fp16": "fp16 fp16.enabled",
     "--precision.reduce VALUE": "reduce_dtype",
     "--run.matmul_precision high": "tf32",
     "--memory.activation_checkpointing full": "activation_checkpointing gradient_checkpointing "
     "fsdp_activation_checkpointing activation_checkpoint",
     "--memory.activation_checkpointing full --memory.activation_offload true": "activation_offload",
-    "--memory.cpu_offload true": "cpu_offload offload_params fsdp_offload_params offload_optimizer",
+    "--memory.cpu_offload true": "cpu_offload offload_params fsdp_offload_params offload_param "
+    "offload_param.device",
+    "--memory.optimizer_offload true": "offload_optimizer offload_optimizer.device",
     "--memory.nvme optimizer --memory.nvme_dir VALUE": "nvme_path",
     "--speed.compile true": "torch_compile compile dynamo_backend",
     "--speed.float8 tensorwise": "fp8 enable_fp8_linear",
     "--speed.attention flash": "attn_implementation use_flash_attention flash_attention",
-    "--optim.lr VALUE": "learning_rate max_lr",
-    "--optim.name VALUE": "optimizer optim optimizer_name",
+    "--optim.lr VALUE": "learning_rate max_lr params.lr",
+    "--optim.name VALUE": "optimizer optim optimizer_name optimizer.type",
     "--optim.weight_decay VALUE": "wd",
     "--optim.beta1 VALUE": "adam_beta1",
     "--optim.beta2 VALUE": "adam_beta2",
     "--optim.beta1 0.9 --optim.beta2 0.95": "betas adam_betas",
     "--optim.eps VALUE": "adam_epsilon adam_eps",
-    "--optim.schedule VALUE": "lr_scheduler lr_scheduler_type scheduler",
+    "--optim.schedule VALUE": "lr_scheduler lr_scheduler_type scheduler scheduler.type",
     "--optim.warmup_steps VALUE": "warmup num_warmup_steps lr_warmup_steps warmup_iters",
     "--optim.warmup_steps N, the ratio times the steps": "warmup_ratio",
     "--optim.min_lr_ratio R, the final rate as a fraction of --optim.lr": "min_lr",
@@ -90,16 +103,17 @@ HINTS = {
     "--lora.rank VALUE": "lora_r lora_rank",
     "--lora.alpha VALUE": "lora_alpha",
     "--lora.targets VALUE": "target_modules lora_target_modules",
-    "--run.dir VALUE": "output_dir out_dir save_dir default_root_dir",
-    "--run.log_every_steps VALUE": "logging_steps log_every_n_steps log_interval log_freq",
+    "--run.dir VALUE": "output_dir out_dir save_dir default_root_dir storage_path",
+    "--run.log_every_steps VALUE": "logging_steps log_every_n_steps log_interval log_freq steps_per_print",
     "--run.wandb shardrun": "report_to wandb use_wandb",
     "--run.wandb VALUE": "wandb_project",
     "--checkpoint.every_steps VALUE": "save_steps save_interval checkpoint_interval every_n_train_steps",
-    "--checkpoint.keep_last VALUE": "save_total_limit total_limit keep_latest_k",
+    "--checkpoint.keep_last VALUE": "save_total_limit total_limit keep_latest_k num_to_keep",
     "--checkpoint.keep_best VALUE": "save_top_k",
     "--checkpoint.resume VALUE": "resume resume_from_checkpoint ckpt_path load_checkpoint",
     "--watch.deterministic true": "deterministic full_determinism",
-    "--profile.trace true": "enable_profiling profiler",
+    "--profile.trace true": "enable_profiling profiler wall_clock_breakdown",
+    "--ray.max_failures VALUE": "max_failures failure_config",
     "--run.process_group_timeout_s VALUE": "ddp_timeout",
     "--run.device cpu": "use_cpu no_cuda cpu",
     "--run.device VALUE": "device",
@@ -114,13 +128,14 @@ _STAGE_NAMES = ("zero_stage", "stage", "zero")
 
 def hint_for(name: str, value: str) -> str | None:
     """Our flags for another trainer's setting, or why there is none; None if it is unknown."""
-    name = name.lower().rpartition(".")[2]
+    path = name.lower().split(".")
+    name = path[-1]
     if name in _SHARDING_NAMES:
         return sharding(value) or _FULL
     if name in _STAGE_NAMES:
         return _OF_STAGE.get(value, _FULL)
     value = value.removesuffix("-mixed")  # Lightning's bf16-mixed
-    hint = _OF_NAME.get(name)
+    hint = _OF_NAME.get(".".join(path[-2:]), _OF_NAME.get(name))
     return None if hint is None else hint.replace(VALUE, shlex.quote(value or VALUE))
 
 

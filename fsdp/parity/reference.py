@@ -16,13 +16,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
+from fsdp.base.torch_private import UNUSED
 from fsdp.config import Config, OptimSection, TrainSection
 from fsdp.models import build_real, load_attribute
 from fsdp.models.hf import maybe_entropy, select_experts_kernel, turn_caches_off
 from fsdp.models.lora import freeze
 from fsdp.models.loss import class_dimension, read_output
+from fsdp.models.units import find_units
 from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.optimizer import Schedule, build_custom
 from fsdp.run.build import maybe_folder, maybe_state
@@ -81,6 +84,11 @@ class PlainLoop:
         ratios = [float(group["lr"]) / config.optim.lr for group in groups]
         schedule = Schedule(config.optim, config.train.steps)
         record = TrainingRecord(self._parameters(), {})
+        # as FSDP reduces what no loss depends on, in a model of one's own, outside of its units
+        reduces_zeros = self._job.spec.takes is not None and hasattr(FSDPModule, f"set_{UNUSED}")
+        within = {
+            p for unit in find_units(self.model, config.mesh.wrap) for m in unit for p in m.parameters()
+        }
         for step in range(config.train.steps):
             batch = self._samples(step)
             shares = np.array_split(np.arange(len(batch["inputs"])), data_ranks)
@@ -91,6 +99,9 @@ class PlainLoop:
                 loss.backward()
                 record.losses[-1] += recorded
             trained = [p for p in self.model.parameters() if p.requires_grad]
+            for parameter in trained:
+                if parameter.grad is None and reduces_zeros and parameter not in within:
+                    parameter.grad = torch.zeros_like(parameter)
             clipped = nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf)
             record.norms.append(float(clipped))
             for group, ratio in zip(groups, ratios, strict=True):

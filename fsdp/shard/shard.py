@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.devices import DTYPES, memory_of
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import covering, listed
 from fsdp.base.torch_private import (
     FSDPParamGroup,
     check_buckets_reduced,
@@ -184,10 +185,12 @@ class Sharded:
         try:
             check_buckets_reduced(runs)
         except RuntimeError as error:
-            named = self.root.named_parameters()
-            unused = ",".join(name for name, p in named if p.requires_grad and p.grad is None)
-            fault = f"the loss does not depend on {unused}, and --mesh.strategy ddp reduces every gradient."
-            hint = f"--mesh.strategy fsdp, or --model.frozen {unused}"
+            named = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+            unused = [name for name, p in named.items() if p.grad is None]
+            what = f"the loss does not depend on {listed(unused)}"
+            fault = f"{what}, and --mesh.strategy ddp reduces every gradient."
+            pattern = covering(unused, named)
+            hint = f"--mesh.strategy fsdp --mesh.unsharded '{pattern}', or --model.frozen '{pattern}'"
             raise ConfigError(fault, hint, scope="rank") from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -340,7 +343,8 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
     )
     if sharded_by_fsdp:
         _apply_fully_shard(sharded, memory)
-        _reduce_unused_experts(model)
+        # In a loop of one's own two models may train in turn, each without gradients of the other.
+        _reduce_unused(model, own=":" in config.model.name.removeprefix("hf:") and not job.averages)
         _apply_prefetch(units, speed)
         hooks = job.hooks
         if job.sizes.weight_shards == 1 and hooks.reduce_scatter is None:
@@ -420,12 +424,13 @@ def _apply_fully_shard(sharded: Sharded, memory: MemorySection) -> None:
         sharded.together = whole_groups(sharded.root)
 
 
-def _reduce_unused_experts(root: nn.Module) -> None:
-    """Experts that a rank does not use take part in its reductions with zeros: without them each rank would
-    reduce other parameters. One that no rank uses has a gradient of zeros then, which AdamW decays.
+def _reduce_unused(root: nn.Module, *, own: bool) -> None:
+    """Experts that a rank does not use, and in a model of one's `own` what is in no unit, take part in its
+    reductions with zeros: without them each rank would reduce other parameters. One that no rank uses has a
+    gradient of zeros then, which AdamW decays. Units that a rank does not call are not gathered there.
     """
     for module in root.modules():
-        if isinstance(module, FSDPModule) and has_separate_experts(module):
+        if isinstance(module, FSDPModule) and ((own and module is root) or has_separate_experts(module)):
             reduce_unused = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.11 has none
             if reduce_unused is not None:
                 reduce_unused(True, recurse=False)

@@ -73,6 +73,8 @@ class Observation:
     ended: int = 0
     left_out: str = "none"
     """The first collective that this step lacks where the step before had it."""
+    skipped: Sequence[str] = ()
+    """In backward, the units that its forward has left out, and their patterns for a flag."""
     op: str = "none"
     numel: int = 0
     activity: Activity = Activity.NONE
@@ -391,7 +393,8 @@ class LocalRank:
             self._answer = {"answered": False, "stack": stack, "threads": threads}
         else:
             calls = tuple(GroupCalls(**call) for call in answer.pop("calls"))
-            self._answer = {"answered": True, "calls": calls, **answer}
+            skipped = answer.pop("skipped") if self.seen.phase == "backward" else ()
+            self._answer = {"answered": True, "calls": calls, **answer, "skipped": skipped}
         self.seen = replace(self.seen, **self._answer)
 
     def _stacks_by_signal(self) -> str:

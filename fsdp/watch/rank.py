@@ -338,6 +338,7 @@ class Responder:
     def snapshot(self) -> dict[str, Any]:
         """Fields of an Observation: stacks of all threads but this one, the flight recorder's collectives."""
         from fsdp.watch.observe import group_calls
+        from fsdp.watch.replica_checks import BranchCheck
 
         # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
         names = {t.ident: t.name for t in threading.enumerate() if not t.name.startswith("Dummy-")}
@@ -352,7 +353,8 @@ class Responder:
             calls = [vars(call) for call in group_calls(flight_recorder_entries())]
         except Exception:  # of a torch whose recorder has another form: an answer still has the stacks
             calls = []
-        return {"stack": stack, "moving": moving, "threads": threads, "calls": calls}
+        skipped = BranchCheck.current.skipped() if BranchCheck.current is not None else []
+        return {"stack": stack, "moving": moving, "threads": threads, "calls": calls, "skipped": skipped}
 
 
 def _runs_python(frame: FrameType) -> bool:

@@ -10,14 +10,14 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp.base.devices import digest_shard
 from fsdp.base.errors import ConfigError, TrainingError
-from fsdp.base.text import listed, named_ranks
+from fsdp.base.text import covering, listed, named_ranks
 from fsdp.base.torch_private import (
     before_reductions,
     forward_order,
@@ -134,6 +134,9 @@ def maybe_branch_check(sharded: Sharded) -> BranchCheck | None:
 class BranchCheck:
     """One sharded model, checked from the constructor to close()."""
 
+    current: ClassVar[BranchCheck | None] = None
+    """Of this process."""
+
     def __init__(self, groups: list[Any], ranks: int) -> None:
         self._groups, self._ranks = groups, ranks
         self._reductions: list[list[Any]] = []
@@ -142,9 +145,19 @@ class BranchCheck:
         self.signature = 0
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(before_reductions(self._reductions.append))
+        BranchCheck.current = self
 
     def close(self) -> None:
+        BranchCheck.current = None
         self._patches.close()
+
+    def skipped(self) -> list[str]:
+        """While a backward runs: the units that its forward has left out, and their patterns for a flag."""
+        ran = {group_name(group) for group in forward_order(self._groups[0])}
+        units = [name for group in self._groups if (name := group_name(group))]
+        below = [f"{name}.*" for name in units]
+        left = [name for name in units if ran and name not in ran]
+        return [", ".join(left), covering([f"{name}.*" for name in left], below)] if left else []
 
     def sign(self) -> None:
         """Computes this step's signature. Call it when the backward has computed all gradients and before
@@ -188,6 +201,7 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
     mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
     line = f"rank 0 runs {mine} where rank {other} runs {theirs}"
+    pattern = covering(sorted({*reduced} ^ {*other_reduced}), [*reduced, *other_reduced]) or "NAME.*"
     here, there = Counter(reduced) - Counter(other_reduced), Counter(other_reduced) - Counter(reduced)
     for rank, without, extra in ((other, 0, there), (0, other, here)):
         if extra:
@@ -195,7 +209,7 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     return TrainingError(
         f"step {step}: ranks run different parts of the model, "
         f"so reductions mix gradients of different parameters: {line}.",
-        "draw what is left out from a generator with the same seed on every rank, "
-        "or add 0 * part(x).sum() to the loss for a part that a rank does not use",
+        f"--mesh.unsharded '{pattern}' for a part that a rank may leave out; what is left out by chance is "
+        "drawn from a generator with the same seed on every rank",
         ranks=(0, other),
     )

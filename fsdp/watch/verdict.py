@@ -50,7 +50,7 @@ HINTS = {
     "device": "nvidia-smi shows whether its GPU computes, dmesg its Xid errors",
     "network": "check the network between the ranks",
     "died": "dmesg or the scheduler's log shows what killed it; os._exit in code is silent too",
-    "fault": "its stacks are in RUN/watch/",
+    "fault": "its stacks are in RUN/watch/; a part that a rank skips needs --mesh.unsharded 'NAME.*'",
     "skipped": "look for a collective under an `if` that is not true on every rank",
     "collective": "look for a branch that differs between ranks, or two groups called in another order",
     "shapes": "look for a size that depends on the rank's own data, or a layer that one rank leaves out",
@@ -272,7 +272,14 @@ WITHIN_LAYERS = {
 
 
 def _changed(case: _Case, some: Sequence[Observation]) -> Verdict | None:
-    """Ranks whose step has other collectives than the one before, if that is not so of all."""
+    """Ranks whose step has other collectives than the one before, or no forward of some units, if that is not
+    so of all.
+    """
+    if len({(*e.skipped,) for e in some}) > 1:
+        skipping = [e for e in some if e.skipped]
+        units, pattern = skipping[0].skipped
+        hint = f"--mesh.unsharded '{pattern}' for a tower that a batch may leave out: docs/models.md"
+        return case.verdict("skipped", skipping, f"has left out {units} in forward", hint=hint)
     changed = [e for e in some if e.left_out != "none"]
     if not changed or len(changed) == len(some):
         return None

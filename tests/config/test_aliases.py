@@ -21,7 +21,17 @@ def hint_of(*typed: str) -> str:
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--batch_size 32", "--train.global_batch 32"),
+        (
+            "--batch_size 32",
+            "--train.micro_batch 32, --train.global_batch 32 × ranks × accumulation: per rank elsewhere",
+        ),
+        ("--train_batch_size 32", "--train.global_batch 32"),
+        ("--bf16.enabled true", "--precision.param bf16"),
+        ("--zero_optimization.offload_optimizer.device cpu", "--memory.optimizer_offload true"),
+        ("--zero_optimization.offload_param.device cpu", "--memory.cpu_offload true"),
+        ("--optimizer.params.lr 3e-4", "--optim.lr 3e-4"),
+        ("--num_to_keep 2", "--checkpoint.keep_last 2"),
+        ("--tensor_parallel_degree 2", "--mesh.tensor 2"),
         ("--per_device_train_batch_size 4", "--train.micro_batch 4"),
         ("--bf16", "--precision.param bf16"),
         ("--precision bf16-mixed", "--precision.param bf16"),

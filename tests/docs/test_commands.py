@@ -77,6 +77,7 @@ NOT_RUN = {
     r"torchrun --nproc_per_node=2 train\.py --config recipes/mixture": "tests/run/test_mixture_runs.py",
     r"python -m fsdp\.parity --(optim\.name muon|parity\.ranks 2 --p.*)$": "minutes; tests/parity",
     r"(torchrun --nproc_per_node=2|python) train\.py$": "the default job: .ci/run runs it by make train",
+    r"torchrun --nproc_per_node=2 train\.py .*--data\.name mine:rows": "tests/walks/test_researcher.py",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",
     r"(LAUNCHER=\w+ )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",

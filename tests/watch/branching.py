@@ -4,10 +4,12 @@ seeded by rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.user_code import Block, Uneven
+from tests.support.user_code import Block, Uneven, Vectors
 
 
 class Dropped(Uneven):
@@ -29,23 +31,28 @@ class Dropped(Uneven):
         return self.head(x)
 
 
-class Branches(nn.Module):
-    """A unit of several branches, of which each rank uses its own. Named experts, a rank would reduce zeros
-    for the others.
-    """
+class Tower(nn.Module):
+    """A tower that a batch without pictures leaves out."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 0, always: bool = True) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(Block(13) for _ in range(4))
+        self.text, self.head, self.always = nn.Linear(12, 13), nn.Linear(13, 5), always
+        self.vision = nn.Sequential(nn.Linear(12, 13), *(Block(13) for _ in range(blocks)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.branches[dist.get_rank() % 4](x)
+    def forward(self, text: Tensor, picture: Tensor, has_picture: Tensor) -> Tensor:
+        x = self.text(text)
+        if self.always and has_picture.any():
+            x = x + self.vision(picture) * has_picture.view(-1, 1)
+        return self.head(x)
 
 
-class OwnBranch(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Branches() for _ in range(2))
+class Rows(Vectors):
+    """One row in five has a picture."""
 
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        text, label = super().__getitem__(index)
+        return {"text": text, "picture": text.flip(0), "has_picture": float(index % 5 == 0), "label": label}
+
+
+def rows() -> Rows:
+    return Rows(48)
