@@ -66,7 +66,7 @@ def test_flags_of_the_run_are_handed_on_as_typed() -> None:
     assert " ".join(flags) == (
         "--train.steps 3 --watch.deterministic --config c.toml --optim.lr=1e-3 --batch_size 2"
     )
-    with pytest.raises(ConfigError, match=r"HINT: --train\.global_batch 2"):
+    with pytest.raises(ConfigError, match=r"HINT: --train\.micro_batch 2, "):
         load(["--batch_size", "2"])
 
 
