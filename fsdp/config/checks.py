@@ -93,7 +93,8 @@ def _no_states(config: Config) -> bool:
 
 
 def _names_no_weights(config: Config) -> bool:
-    return config.checkpoint.resume in ("auto", "never") and not config.model.weights
+    named = config.model.weights or config.model.name.startswith("hf:")
+    return config.checkpoint.resume in ("auto", "never") and not named
 
 
 def _profiled(config: Config) -> bool:

@@ -153,7 +153,7 @@ class TrainSection:
     128 tokens each, 30 s in all.
     """
     evaluate_only: bool = knob(False, common=True)
-    """evaluate the checkpoint of --checkpoint.resume PATH, or --model.weights, then exit
+    """evaluate --checkpoint.resume PATH, --model.weights, or the weights of hf:FOLDER, then exit
 
     Nothing is trained or saved; optimizer states are not read. --run.dir is a directory of its own.
     """

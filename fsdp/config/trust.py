@@ -65,8 +65,8 @@ def _without_training_code(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_downloaded(values: dict[str, Any], prefix: str = "data.") -> dict[str, Any]:
-    """Drops the mirror and a folder without the files: FashionMNIST is downloaded if it is missing, and
-    neither the address nor the target may come from a run directory.
+    """Drops the mirror, another folder to hold out, and a folder without the files: FashionMNIST is
+    downloaded if it is missing, and neither the address nor the target may come from a run directory.
     """
     tables = values.get("data.sources")
     if isinstance(tables, list):
@@ -76,6 +76,7 @@ def _not_downloaded(values: dict[str, Any], prefix: str = "data.") -> dict[str, 
         return values
     args, folder = values.get(f"{prefix}args"), expanded(str(values.get(f"{prefix}dir", "")))
     args = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
+    values = {name: value for name, value in values.items() if name != f"{prefix}validation"}
     return (
         values | {f"{prefix}args": args} | ({} if exists(folder / "FashionMNIST") else {f"{prefix}dir": ""})
     )
