@@ -53,6 +53,8 @@ def test_a_file_of_a_command_line_is_evaluated_whole(tmp_path: Path) -> None:
     assert data.heldout is not None
     assert len(data.heldout) == 100
     assert load(only).data.validation == ""
+    folder = ["--model.name", "hf:export", "--train.evaluate_only", "true"]  # whose weights are named so
+    assert load([*folder, "--data.name", "gone"]).data.validation == ""
     assert load([*only, "--data.name", str(test), "--data.args.heldout", "0.2"]).data.validation == ""
 
 

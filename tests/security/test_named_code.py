@@ -196,6 +196,8 @@ def test_code_of_a_mixtures_source_needs_its_name_on_the_command_line(tmp_path: 
     config = trust.load_run_config(tmp_path, trusted=["mine_own:data"])
     assert config.data.names == ("synthetic", "mine_own:data", "fashion_mnist")
     assert (config.data.sources[2].dir, config.data.sources[2].args) == ("", {})
+    (tmp_path / "config.toml").write_text('[data]\nname = "fashion_mnist"\nvalidation = "absent"\n')
+    assert trust.load_run_config(tmp_path).data.validation == ""
 
 
 def test_all_code_that_a_run_names_goes_to_the_workers_of_a_joined_ray() -> None:
