@@ -5,12 +5,12 @@ python examples/ray_asha.py --train.steps 20
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
@@ -31,7 +31,7 @@ def trial(settings: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    os.environ["PYTHONPATH"] = ROOT  # for the trials' processes; not needed after `pip install .`
+    ray.init(runtime_env={"env_vars": {"PYTHONPATH": ROOT}})  # not needed after `pip install .`
     space = {
         "lr": tune.grid_search([1e-3, 1e-6]),
         "flags": [*argv, "--checkpoint.export", "false"],
