@@ -7,14 +7,15 @@ The tokens are those of the run, in the cache where it finds them. Not here: how
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import counted, printable
+from fsdp.base.text import counted, printable, quoted
 from fsdp.config import Config
 from fsdp.data.documents import Lengths, TokenStore, build, documents_in, lengths_of, loss_file, open_store
-from fsdp.data.registry import check_args, selected, with_model_tokenizer
+from fsdp.data.registry import BUILT_INS, check_args, selected, with_model_tokenizer
 from fsdp.models.registry import PREFIX, check_name, resolve
 from fsdp.tokenize.conversations import DocumentOptions, load_tokenizer, template_text
 from fsdp.tokenize.rows import held_out_line
@@ -33,8 +34,12 @@ def check_rows(config: Config) -> tuple[str, bool]:
         resolve(config.model, {})
     section = with_model_tokenizer(config.data, config.model)
     name, where = selected(section)
+    if name not in BUILT_INS and ":" not in name:
+        raise ConfigError(
+            f"--check {name} is no file, folder or pattern here.", f"ls {quoted(Path(name).parent)}"
+        )
     if name != "documents":
-        reason = f"--check {section.name} is read as {name or 'nothing'}, and rows of documents are checked."
+        reason = f"--check {section.name} is read as {name}, and rows of documents are checked."
         raise ConfigError(reason, "a file of rows, such as .jsonl; or --data.tokenizer DIR for .txt")
     args = {"heldout": 0.01, "rows": "auto", **check_args(build, section.args, f"--check {section.name}")}
     form = args.pop("rows")
@@ -46,6 +51,7 @@ def check_rows(config: Config) -> tuple[str, bool]:
     )
     stops = args.pop("bad_rows", "stop") == "stop"
     store = open_store(TokenizeJob(where.dir, options, **args, bad_rows="skip"))
+    stops = stops and store.folder != Path(where.dir)  # what is tokenized has none of them
     if config.model.name.startswith(PREFIX):
         resolve(config.model, {"vocab_size": store.vocab_size})
     bad = int(store.left_out.get("bad", {}).get("count", 0))

@@ -81,3 +81,13 @@ def test_check_shows_what_a_run_would_read(tmp_path: Path) -> None:
     text, stops = check_rows(load([*flags, "--data.seq_len", longest, "--data.args.bad_rows", "skip"]))
     assert not stops
     assert f"--data.seq_len {longest}: nothing is cut" in text
+
+
+def test_check_of_tokens_and_of_nothing(tmp_path: Path) -> None:
+    source = str(write(tmp_path / "a.jsonl", ['{"text": "one"}', "{", '{"text": "two"}']))
+    tokenize(TokenizeJob(source, bad_rows="skip"), tmp_path / "out", 1)
+    text, stops = check_rows(load(["--data.name", str(tmp_path / "out")]))
+    assert not stops  # the bad row is none of the tokens
+    assert "3 rows, 2 texts, 1 of them held out" in text
+    with pytest.raises(ConfigError, match=r"gone.jsonl is no file, .* HINT: ls \.$"):
+        check_rows(load(["--data.name", "gone.jsonl"]))
