@@ -14,7 +14,7 @@ FOLDERS = ("fsdp", "launch", "slurm", "recipes", "bench", "tests", "docs")
 """Those whose files the pages name, and that commands need."""
 JOB_SCRIPT = "sbatch"
 """The suffixes of job scripts, with | between them."""
-PROGRAMS = r"(?:python|torchrun|sbatch|make|pytest|LAUNCHER=(?:srun|ray))"
+PROGRAMS = r"(?:python|torchrun|sbatch|make|pytest|LAUNCHER=(?:srun|ray)|TORCH_DISTRIBUTED_DEBUG=DETAIL)"
 IN_BLOCK = re.compile(rf"^    +({PROGRAMS} .*)$", re.MULTILINE)
 IN_TEXT = re.compile(rf"`({PROGRAMS} [^`\n]*)`")
 

@@ -70,6 +70,10 @@ LONG = {
     "python -m fsdp.parity --model.name mine:build --data.name text": 0,
     "python -m bench.claims vit_parameters": 0,
     "python -m compileall -q fsdp launch": 0,
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch RUN/checkpoints/step-00000003 "
+    "full.pt": 0,
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc_per_node=2 train.py --config recipes/text.toml "
+    "--train.steps 4": 0,
 }  # fmt: skip
 
 NOT_RUN = {
@@ -77,7 +81,8 @@ NOT_RUN = {
     r"torchrun --nproc_per_node=2 train\.py --config recipes/mixture": "tests/run/test_mixture_runs.py",
     r"python -m fsdp\.parity --(optim\.name muon|parity\.ranks 2 --p.*)$": "minutes; tests/parity",
     r"(torchrun --nproc_per_node=2|python) train\.py$": "the default job: .ci/run runs it by make train",
-    r"torchrun --nproc_per_node=2 train\.py .*--data\.name mine:rows": "tests/walks/test_researcher.py",
+    r"torchrun --nproc_per_node=2 train\.py .*mine:(rows|lines)": "tests/walks/test_researcher.py",
+    r"torchrun --nnodes=2": "needs two nodes: tests/slurm submits one torchrun a node",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",
     r"(LAUNCHER=\w+ )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",
