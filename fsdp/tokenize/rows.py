@@ -62,7 +62,20 @@ class SourceRow:
         """By column. Raises ConfigError if the row cannot be read."""
         if isinstance(self.content, ConfigError):
             raise self.content
-        return self.content
+        turns = self.content.get("conversations")
+        if not isinstance(turns, list) or "messages" in self.content:
+            return self.content
+        return {**self.content, "messages": [_message(turn) for turn in turns]}
+
+
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Of ShareGPT's column `conversations`."""
+
+
+def _message(turn: Any) -> Any:
+    if not isinstance(turn, dict) or not turn.keys() >= {"from", "value"}:
+        return turn
+    return {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
 
 
 class RowRange(NamedTuple):

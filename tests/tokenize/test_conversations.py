@@ -13,7 +13,13 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.tokenize import conversations
-from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, load_tokenizer
+from fsdp.tokenize.conversations import (
+    Document,
+    DocumentOptions,
+    DocumentReader,
+    form_of,
+    load_tokenizer,
+)
 from fsdp.tokenize.rows import Source, SourceRow
 from tests.tokenize import chat
 from tests.tokenize.chat import said, save_tokenizer
@@ -62,6 +68,19 @@ def checked(read: DocumentReader, rows: list[SourceRow]) -> list[Document]:
             raise document
         documents.append(document)
     return documents
+
+
+def test_conversations_in_the_form_of_sharegpt_are_messages(tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, chat.MARKED))
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in CONVERSATIONS[1]]
+    row = SourceRow("row 1", {"conversations": turns})
+    assert form_of(row, DocumentOptions()) == "messages"
+    ours, theirs = checked(read, [row])[0], of(read, messages=CONVERSATIONS[1])
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert trained_texts(read, ours) == trained_texts(read, theirs)
+    with pytest.raises(ConfigError, match="row 1: message 2 has no role"):
+        checked(read, [SourceRow("row 1", {"conversations": [*turns[:1], {"value": "Hi"}]})])
 
 
 @pytest.mark.parametrize("template", [chat.MARKED, chat.INST])
