@@ -37,7 +37,10 @@ def batch(step: int, index: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    config = shardrun.load_config(sys.argv[1:])
+    try:
+        config = shardrun.load_config(sys.argv[1:])
+    except shardrun.ShardrunError as error:
+        sys.exit(f"own_loop.py: {error}")
     with shardrun.process(config) as env:
         if GLOBAL_BATCH % env.world_size:
             sys.exit(

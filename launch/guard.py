@@ -16,9 +16,11 @@ import enum
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp.base.errors import (
@@ -30,6 +32,7 @@ from fsdp.base.errors import (
     exception_line,
     first_line,
 )
+from fsdp.base.phases import StopReason
 from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.distributed.env import DistEnv, is_lost_peer, prints_on_node, prints_shared_errors, wait_for_rank_0
@@ -45,6 +48,7 @@ TOKEN = "SHARDRUN_TOKEN"
 """The environment variable that names this start; slurm/lib.sh sets it."""
 EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C where nothing is saved: while a start begins, or a second one later."""
+AFTER = 'while kill -0 "$0" 2>/dev/null; do sleep 0.05; done; printf "%s\\n" "$1" >&2'
 MOST_BYTES = 1 << 20
 """Of RUN/FAILED: more than any error message."""
 
@@ -185,10 +189,39 @@ def run_rank(
         raise
     except BaseException as error:
         # user code may call sys.exit, with 0 too, and asyncio's CancelledError is no Exception
-        return report(error, env, program, marker), None
+        code = report(error, env, program, marker)
+        if (run := getattr(error, "run_dir", None)) is not None:
+            _print_end(run, config, env, "failed")
+        return code, None
     if env.is_main:
         _print_summary(summary(outcome, config, rank_command(env)))
+    if StopReason.read(outcome.stopped) in (StopReason.SIGINT, StopReason.SIGTERM):
+        _print_end(outcome.run_dir, config, env, "stopped")
     return 0, outcome
+
+
+def _print_end(run: Path, config: Config, env: DistEnv, how: str) -> None:
+    """The last lines of a terminal. torchrun's agent, which starts the ranks, prints a traceback after them:
+    a process that outlives it prints the lines once more. Not where something else decides on a restart.
+    """
+    from fsdp.run.summary import last_lines
+
+    torchrun, command = os.environ.get("TORCHELASTIC_ERROR_FILE"), rank_command(env)
+    if TOKEN in os.environ or env.launcher == "launch.local":
+        return
+    if torchrun is None:
+        if env.is_main and how == "failed":
+            print_line(last_lines(run, config, command))
+        return
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
+        return
+    text = last_lines(
+        run, config, command, f" It {how}; a traceback above of torch.distributed is torchrun's."
+    )
+    with contextlib.suppress(OSError):  # the first rank of the node does
+        os.close(os.open(Path(torchrun).parent.parent / "last_lines", os.O_CREAT | os.O_EXCL))
+        words = ["sh", "-c", AFTER, str(os.getppid()), text]
+        subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _print_summary(text: str) -> None:

@@ -197,9 +197,17 @@ class _RankProcesses:
             if decision.act is Act.END:
                 if end.kind in (Kind.PROGRAM, Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
                     print(f"launch.local: {how}: {decision.why}: no restart", file=sys.stderr)
+                if history.count_starts(self._run) > starts:
+                    self._print_last_lines()
                 return decision.code
             crashes.append(end)
             print(f"launch.local: {how}: restarting all ranks", file=sys.stderr)
+
+    def _print_last_lines(self) -> None:
+        from fsdp.run.summary import last_lines
+
+        command = f"python -m launch.local --ranks {self._ranks}"
+        print(last_lines(self._run.path, self._config, command), file=sys.stderr)
 
     def _one_try(self, marker: Marker) -> int:
         """0 if all ranks succeeded, else the exit code of the first that failed, or of a signal that came

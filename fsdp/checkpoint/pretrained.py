@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.devices import same_values, widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, first_line
 from fsdp.base.proc import TABLE, regular_text
-from fsdp.base.text import listed
+from fsdp.base.text import listed, quoted
 from fsdp.base.torch_private import EXTRA_STATE
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
@@ -289,7 +289,9 @@ def check_base(manifest: Manifest, base: Base | None, path: str) -> None:
         reason, hint = "this run trains a whole model", f"--lora.rank {saved['rank']}, and that run's flags"
     elif base is not None and not saved:
         reason = "this run trains adapters"
-        hint = "--model.weights RUN/full_model to train adapters over it, or --lora.rank 0 to resume it"
+        run = quoted(path.rpartition("/checkpoints/")[0] or "RUN")
+        hint = f"--run.dir {run}-adapters --model.weights {run}/full_model to train adapters over it, or "
+        hint += "--lora.rank 0 to resume it"
     elif base is not None and saved["digest"] != base.digest:
         reason = f"this run has other weights under its own, from {base.origin} ({base.digest})"
         hint = f"{saved['origin']} with unchanged files, and --precision.frozen as that run had it"

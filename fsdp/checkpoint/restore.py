@@ -26,7 +26,7 @@ from torch import nn
 
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import CheckpointError
-from fsdp.base.text import listed
+from fsdp.base.text import listed, quoted
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint import state as states
 from fsdp.checkpoint.inspect import CheckpointListing, CheckpointSource
@@ -103,6 +103,11 @@ def find_checkpoint(path: str) -> tuple[str, CheckpointListing]:
         return parent, inspect.listing_of(store, folder)
     if METADATA in sizes:
         return parent, CheckpointListing(folder, 0)
+    for place in (path, f"{path}/checkpoints"):
+        if damaged := inspect.scan(open_store(place)):
+            reason = damaged[0].detail or str(damaged[0].unread)
+            reason = f"{place} holds no whole checkpoint: {damaged[0].folder} is not whole ({reason})."
+            raise CheckpointError(reason, f"python -m fsdp.checkpoint {quoted(path)} verify")
     raise CheckpointError(
         f"--checkpoint.resume {path} is no checkpoint: it has no {METADATA}.",
         f"--model.weights {path} if it is a state dict, else the folder of a checkpoint",

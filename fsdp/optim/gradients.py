@@ -202,6 +202,8 @@ class Verdicts:
         self._scaler, self._root = scaler, root
         self._pending: list[_Numbers] = []
         self._skipped = 0
+        self.bad_sample: Callable[[int], str] = lambda step: ""
+        """Which of this rank's samples of a step has a number that is not finite."""
         self.own_loss = torch.zeros(())
         """This rank's share of the loss: if it is not finite, so are the sum and every rank's gradients."""
         # fp16's scale is on the host, which must read an overflow before the next step.
@@ -248,16 +250,23 @@ class Verdicts:
         """Names the first parameter, of any rank, and the ranks whose loss is not finite. Collective."""
         bad = {p for p, norm in zip(numbers.holders, numbers.norms, strict=True) if not norm.isfinite()}
         first = next((name for name, p in self._root.named_parameters() if p in bad), None)
-        gathered = collectives.all_gather_objects((first, bool(numbers.own_loss.isfinite())))
-        ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
-        losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
+        finite = bool(numbers.own_loss.isfinite())
+        sample = "" if finite else self.bad_sample(numbers.step)
+        gathered = collectives.all_gather_objects((first, finite, sample))
+        ranks = [(rank, name) for rank, (name, *_) in enumerate(gathered) if name]
+        losses = [rank for rank, (_, finite, _) in enumerate(gathered) if not finite]
+        samples = [f"{sample} on rank {rank}" for rank, (*_, sample) in enumerate(gathered) if sample]
         origin = f", first in {ranks[0][1]} on {named_ranks([rank for rank, _ in ranks])}" if ranks else ""
         origin += f", from the loss of {named_ranks(losses)}" if losses else ""
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
         lower = "a lower rate of the optimizer" if numbers.loss is None else "--optim.lr lower"
+        hint = f"{lower}, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates"
+        if samples:
+            origin += f"; the data are not: {samples[0]}"
+            hint = "mend that sample or leave it out, or --train.nonfinite skip to skip such updates"
         return NotFiniteError(
             f"step {numbers.step}: {numbers}{origin}: not finite{again}.",
-            f"{lower}, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
+            hint,
             ranks=tuple(losses or (rank for rank, _ in ranks)),
         )
 

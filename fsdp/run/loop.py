@@ -70,6 +70,7 @@ def train(
             with profile, oom:
                 return loop.run_to_end()
         except BaseException as error:
+            vars(error)["run_dir"] = loop.run.path  # for the last lines
             if env.is_main and (loop.locks is None or loop.locks.lost is None):
                 step, line = loop.state.step, exception_line(error)
                 history.record_end(loop.run, step=step, why=line, how=Ending.FAILED)

@@ -9,6 +9,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from fsdp.optim.optimizer import is_custom
 from fsdp.run.build import RunParts
 from fsdp.run.evaluate import Outcome
 from fsdp.run.job import Job, prepare, trained_model
-from fsdp.rundir.history import RunDir, read_records
+from fsdp.rundir.history import RunDir, last_step, read_records
 from fsdp.shard.compute import whole_parameters
 
 log = logging.getLogger(__name__)
@@ -148,13 +149,33 @@ def log_start(parts: RunParts, facts: Mapping[str, str], restored: Restored | No
 # ---------------------------------------------------------------- closing lines
 
 
-def summary(outcome: Outcome, config: Config, command: str) -> str:
-    """`command` starts a run under the same launcher; its flags follow."""
+def shown_path(run: Path) -> str:
+    """Relative, if it is below the working directory."""
     try:
-        shown = os.path.relpath(outcome.run_dir)
+        shown = os.path.relpath(run)
     except FileNotFoundError:  # the working directory has been removed meanwhile
         shown = ".."
-    shown = str(outcome.run_dir) if shown.startswith("..") else shown
+    return str(run) if shown.startswith("..") else shown
+
+
+def resuming(run: Path, command: str, config: Config) -> str:
+    """The command that resumes the run."""
+    shown, after = shown_path(run), " --train.stop_after 0" if config.train.stop_after else ""
+    return f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {shlex.quote(shown)}{after}"
+
+
+def last_lines(run: Path, config: Config, command: str, above: str = "") -> str:
+    """The end of a terminal after a failure: the step that is saved, and the command that resumes."""
+    step = last_step(RunDir(run).saves)
+    saved = f"step {step} is saved" if step else "no step is saved yet"
+    then = "resumes here" if step else "starts again"
+    lines = [f"{shown_path(run)}: {saved}.{above}", f"  {resuming(run, command, config)}   # {then}"]
+    return from_here(as_typed("\n".join(lines)))
+
+
+def summary(outcome: Outcome, config: Config, command: str) -> str:
+    """`command` starts a run under the same launcher; its flags follow."""
+    shown = shown_path(outcome.run_dir)
     numbers = {} if outcome.evaluation is None else outcome.evaluation.values()
     lines = ["  ".join(f"{name} {value:.6g}" for name, value in numbers.items() if "/" not in name)]
     how = f"stopped by {outcome.stopped}" if outcome.stopped else "finished"
@@ -163,10 +184,9 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     names = (config.model.name, *config.data.names)  # hf:FOLDER and those of a store are no code
     named = [name for name in names if ":" in name and "://" not in name and not name.startswith("hf:")]
     target = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
-    resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
+    resume = resuming(outcome.run_dir, command, config)
     if outcome.stopped:
-        after = " --train.stop_after 0" if config.train.stop_after else ""
-        lines.append(f"  {resume}{after}   # resumes here")
+        lines.append(f"  {resume}   # resumes here")
     elif not config.train.evaluate_only:
         if config.checkpoint.export:
             lines.append(f"  python -m fsdp.predict {target}")

@@ -99,6 +99,7 @@ class TrainingLoop(RunParts):
         self.verdicts = Verdicts(
             config.train, gradients, state.optimizer, sharded.root, scaler=scaler, whole_update=whole
         )
+        self.verdicts.bad_sample = self._bad_sample
         self.parts = StepParts(
             sharded=sharded,
             loss_function=self.loss_function,
@@ -252,6 +253,17 @@ class TrainingLoop(RunParts):
         self.sources_missing |= totals.lacks_sources
         assert totals.loss is not None
         return totals.loss, norm, totals
+
+    def _bad_sample(self, step: int) -> str:
+        """The first of this rank's samples of a step, read again, with a number that is not finite."""
+        data, rank = self.job.data, self.job.place.data
+        if data.stream is not None:
+            return ""
+        for index in np.array_split(self.job.cursor.indices(step - 1), rank.count)[rank.index]:
+            for name, value in data.train.batch(index[None]).items():
+                if value.is_floating_point() and not value.isfinite().all():
+                    return f"{name} of sample {index}"
+        return ""
 
     # ------------------------------------------------------------ between steps
 
