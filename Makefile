@@ -7,18 +7,20 @@ LINT := .cache/lint/bin
 # Tests run in three processes: those of Slurm and Ray mostly wait.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 SHARED := -n 3 $(BY_FILE)
+APART := --ignore=tests/walks
 # Ranks share the cores. Without this torchrun warns at every start.
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, and each would compile the product's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-full test-torch bench gpu lint setup clean help
+.PHONY: train test test-quick test-full test-torch walks bench gpu lint setup clean help
 help:
 	@echo "make setup         .venv from requirements.txt"
 	@echo "make train         the default job on every GPU, or on two CPU processes; prints accuracy and next commands"
 	@echo "make test          the tests that this machine can run"
 	@echo "make test-quick    without Slurm, Ray and slow tests"
 	@echo "make test-full     what make test leaves out; PART=2/6 for the second sixth of its long tests"
+	@echo "make walks         a person's first hour with the commands of README and docs alone: a fine-tuner, a researcher, Slurm, Ray"
 	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/distributed tests/optim\" for some of them"
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
@@ -39,7 +41,7 @@ train: $(READY)
 	@$(BIN)/torchrun --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest tests $(SHARED)
+	@$(BIN)/python -m pytest tests $(APART) $(SHARED)
 
 test-quick: $(READY)
 	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
@@ -48,8 +50,8 @@ test-quick: $(READY)
 # .ci/requirements.txt or an S3 server. Tests that start a cluster run in two processes: three at once overload two cores.
 PART ?=
 test-full: $(READY)
-	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
-	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests -m "long and (slurm or ray)" -n 2 $(BY_FILE)
+	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests $(APART) -m "(long or needs) and not slurm and not ray" $(SHARED)
+	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests $(APART) -m "long and (slurm or ray)" -n 2 $(BY_FILE)
 
 # The same tests on another torch, in an environment of its own. From PyPI it is a CUDA build: 5 GiB, about two minutes.
 TORCH ?= 2.15.0
@@ -64,6 +66,9 @@ $(OTHER)/.ready: requirements.txt
 	@touch $@
 
 # First each use of a private name of torch: a failure there explains those that follow.
+walks: $(READY)
+	@$(BIN)/python -m pytest tests/walks $(SHARED)
+
 test-torch: $(OTHER)/.ready
 	@SHARDRUN_FULL=1 $(OTHER)/bin/python -m pytest tests/base/test_torch_private.py
 	@$(OTHER)/bin/python -m pytest $(TESTS) -m "not slow and not slurm and not ray" $(SHARED)
