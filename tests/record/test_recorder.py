@@ -67,3 +67,27 @@ def test_mfu_is_of_samples_and_the_rate_of_tokens_where_there_are_any(
     assert (record["mfu"], record["per_s"]) == (8 / 0.5 * 0.025, rate)
     assert "40% MFU" in out.getvalue()
     assert f"{rate:.0f} img/s" in out.getvalue()
+
+
+def test_texts_go_to_the_sinks_that_take_them_and_to_tensorboard(tmp_path: Path) -> None:
+    class Texts(Hears):
+        def texts(self, step: int, values: Mapping[str, object]) -> None:
+            self.took = step, values
+
+    hears, out, rows = Texts(), io.StringIO(), [{"question": "a|b?", "answer": "<c>\nd"}]
+    told = recorder(tmp_path, out, hears)
+    told.texts("eval/answers", 3, rows, "  answer  d")
+    told.close()
+    assert hears.took == (3, {"eval/answers": rows})
+    assert out.getvalue() == "  answer  d\n"
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    table = rb"| question | answer |\n| --- | --- |\n| a\\|b? | &lt;c&gt;<br>d |"
+    assert table.decode("unicode_escape").encode() in events.read_bytes()
+
+
+def test_the_rate_of_masked_data_is_that_of_trained_tokens_and_of_all(tmp_path: Path) -> None:
+    console = Console(total_steps=9, every=1, unit="tok", stream=(out := io.StringIO()))
+    told = Recorder(RunDir(tmp_path), env_of(0, 2), Reporter(), console, from_step=0, positions=1024)
+    told.step(one_step(tokens=512))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["positions_per_s"] == 8 * 1024 / 0.5
+    assert "1024/16.4k tok/s" in out.getvalue()

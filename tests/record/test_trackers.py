@@ -53,6 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[MockRun]:
         return made[-1]
 
     module.init = init  # type: ignore[attr-defined]
+    module.Table = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return made
 
@@ -60,9 +61,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[MockRun]:
 def test_wandb_receives_each_number_with_its_step(runs: list[MockRun], tmp_path: Path) -> None:
     sink = WandbSink(load(["--run.wandb", "my-project", "--optim.lr", "0.5"]), tmp_path)
     sink.scalars(7, {"train/loss": 1.5})
+    sink.texts(7, {"eval/answers": [{"question": "a", "answer": "b"}]})
     sink.close()
     (run,) = runs
-    assert run.logged == [{"step": 7, "train/loss": 1.5}]
+    table = {"columns": ["question", "answer"], "data": [["a", "b"]]}
+    assert run.logged == [{"step": 7, "train/loss": 1.5}, {"step": 7, "eval/answers": table}]
     assert run.finished
     assert (run.arguments["project"], run.arguments["name"]) == ("my-project", tmp_path.name)
     assert run.arguments["config"]["optim.lr"] == 0.5

@@ -45,6 +45,13 @@ def test_it_loads_nothing_and_nothing_in_it_is_html(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
+def test_held_out_answers_of_the_last_step_come_first(run: Path) -> None:
+    rows = [{"step": n, "question": "why?", "reference": "so", "answer": f"at {n}"} for n in (5, 10)]
+    write(run / "answers.jsonl", rows)
+    text = report(run).partition("Held-out answers")[2]
+    assert 0 < text.find("at 10") < text.find("At step 5") < text.find("at 5")
+
+
 def test_curves_beyond_the_first_are_folded_and_the_rest_counted(tmp_path: Path) -> None:
     write(
         tmp_path / "metrics.jsonl", [{"step": n, **{f"mine/{i:03}": n for i in range(300)}} for n in (1, 2)]
