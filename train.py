@@ -55,7 +55,7 @@ def data_args(flags: list[str]) -> str:
     """What --help shows of the data set that the other flags name."""
     if any(word.startswith(("--data.", "--config")) for word in flags):
         with contextlib.suppress(ShardrunError):  # of the other flags
-            from fsdp.data.registry import args_help
+            from fsdp.data.check import args_help
 
             return args_help(configuration.load(flags).data)
     return ""

@@ -1,4 +1,4 @@
-"""python -m fsdp.tokenize --check FILE: what a run with the same flags reads of a file of rows, before it.
+"""Before a run: what `python -m fsdp.tokenize --check FILE` finds in rows, and what --help says of data.
 
 The tokens are those of the run, in the cache where it finds them. Not here: how a row becomes tokens
 (fsdp/tokenize).
@@ -6,17 +6,20 @@ The tokens are those of the run, in the cache where it finds them. Not here: how
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import counted, printable, quoted
-from fsdp.config import Config
+from fsdp.base.text import columns, counted, printable, quoted
+from fsdp.config import Config, DataSection
+from fsdp.config.sections import shown_value
 from fsdp.data.documents import Lengths, TokenStore, build, documents_in, lengths_of, loss_file, open_store
-from fsdp.data.registry import BUILT_INS, check_args, selected, with_model_tokenizer
-from fsdp.models.registry import PREFIX, check_name, resolve
+from fsdp.data.registry import BUILT_INS, built_in, check_args, selected, with_model_tokenizer
+from fsdp.models.registry import PREFIX, check_name, load_attribute, parameters_of, resolve
 from fsdp.tokenize.conversations import DocumentOptions, load_tokenizer, template_text
 from fsdp.tokenize.rows import held_out_line
 from fsdp.tokenize.shards import TokenizeJob, left_out_lines
@@ -116,3 +119,24 @@ def _first_row(store: TokenStore) -> list[str]:
         f"the first {UNITS[store.form]}, trained on in ⟦ ⟧:",
         *(f"  {line}" for line in shown.splitlines()),
     ]
+
+
+def args_help(section: DataSection) -> str:
+    """--data.args of the data set, with what its docstring has as `NAME: meaning`, for --help."""
+    name, _ = selected(section)
+    if section.sources or not (name in BUILT_INS or ":" in name):
+        return ""
+    function = built_in(name) if name in BUILT_INS else load_attribute(name, "--data.name")
+    meanings = dict(re.findall(r"^ *(\w+): +(.+)$", inspect.getdoc(function) or "", re.MULTILINE))
+    takes = parameters_of(function)
+    rows = [
+        (
+            f"  --data.args.{key}",
+            "" if p.default is p.empty else shown_value(p.default),
+            meanings.get(key, ""),
+        )
+        for key, p in (takes.named if takes else {}).items()
+        if key not in ("where", "dir", "seq_len")
+    ]
+    title = f"\n\n--data.args of --data.name {section.name}{f', {name}' if name != section.name else ''}"
+    return "\n".join([f"{title}:", *columns(rows)]) if rows else f"{title}: none"

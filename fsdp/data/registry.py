@@ -23,7 +23,6 @@ import inspect
 import itertools
 import logging
 import os
-import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -37,9 +36,9 @@ from torch.utils.data import Subset, default_collate
 
 from fsdp.base.errors import ConfigError, OneRankError, one_line
 from fsdp.base.object_client import is_url
-from fsdp.base.text import columns, listed, nearest, quoted
+from fsdp.base.text import listed, nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
-from fsdp.config.sections import expanded, shown_value, with_home
+from fsdp.config.sections import expanded, with_home
 from fsdp.data.types import (
     ITEMS_HINT,
     UNSIGNED,
@@ -210,27 +209,6 @@ def check_args(function: Callable[..., Any], args: Args, owner: str) -> dict[str
             raise ConfigError(reason, f"--data.args.{name} {known[name] or kind.__name__}")
         checked[name] = float(value) if kind is float else value
     return checked
-
-
-def args_help(section: DataSection) -> str:
-    """--data.args of the data set, with what its docstring has as `NAME: meaning`, for --help."""
-    name, _ = selected(section)
-    if section.sources or not (name in BUILT_INS or ":" in name):
-        return ""
-    function = built_in(name) if name in BUILT_INS else load_attribute(name, "--data.name")
-    meanings = dict(re.findall(r"^ *(\w+): +(.+)$", inspect.getdoc(function) or "", re.MULTILINE))
-    takes = parameters_of(function)
-    rows = [
-        (
-            f"  --data.args.{key}",
-            "" if p.default is p.empty else shown_value(p.default),
-            meanings.get(key, ""),
-        )
-        for key, p in (takes.named if takes else {}).items()
-        if key not in ("where", "dir", "seq_len")
-    ]
-    title = f"\n\n--data.args of --data.name {section.name}{f', {name}' if name != section.name else ''}"
-    return "\n".join([f"{title}:", *columns(rows)]) if rows else f"{title}: none"
 
 
 # ---------------------------------------------------------------- the tokenizer of the model's folder

@@ -14,7 +14,7 @@ import re
 import resource
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,13 @@ import torch
 
 from fsdp.base.errors import Scope, ShardrunError
 from fsdp.base.proc import memory_bytes, memory_group
-from fsdp.base.text import byte_size, columns, print_line
+from fsdp.base.text import byte_size, print_line
 from fsdp.config import Config, accepts
 from fsdp.distributed.env import DistEnv
-from fsdp.memory.account import OomContext, OomFacts, by_size, largest_first, tally
+from fsdp.memory.account import OomContext, OomFacts, by_size, tally
 
 if TYPE_CHECKING:
-    from fsdp.memory.oom_advice import Advice, Suggestion
+    pass
 
 MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 """Parts of torch's error messages on the CPU, and where the class torch.OutOfMemoryError is lost."""
@@ -72,7 +72,7 @@ class OutOfMemoryHandler:
 
     def explain(self, error: BaseException) -> OutOfMemory:
         """Writes and prints the page; the error returned has its summary in one line."""
-        from fsdp.memory.oom_advice import activation_estimates, advise, comes_first, footprint_of
+        from fsdp.memory.oom_advice import activation_estimates, advise, comes_first, footprint_of, page_text
 
         facts = measure(error, self.env, self.context, self.beyond)
         free_frames(error)
@@ -172,39 +172,3 @@ def limits() -> dict[str, int]:
     group, soft = memory_group().limit(), resource.getrlimit(resource.RLIMIT_AS)[0]
     bounds = {"the cgroup": group, "ulimit -v": None if soft == resource.RLIM_INFINITY else soft}
     return {name: limit for name, limit in bounds.items() if limit is not None}
-
-
-# ---------------------------------------------------------------- the page
-
-
-def page_text(facts: OomFacts, advice: Advice | None, notes: Sequence[str]) -> str:
-    """What to change stands at its end: what is read first on a terminal."""
-    requested = byte_size(facts.requested) if facts.requested else "unknown"
-    held = [("total", byte_size(facts.held)), ("requested in addition", requested)]
-    # No model, optimizer or FSDP group owns them, so buffers of collectives are among them.
-    names = {"activations": "activations and communication buffers"}
-    rows = [(names.get(kind, kind), size) for kind, size in largest_first(facts.kinds)]
-    tables: list[tuple[str, Sequence[tuple[str, ...]]]] = [
-        ("Memory by kind when the allocation failed", [*rows, *held]),
-        ("Process, device and limits", facts.around),
-    ]
-    if advice is not None:
-        total = ("total", byte_size(sum(advice.needs.values())))
-        title = f"Estimated peak of a step on this rank; missing {byte_size(advice.missing)}"
-        tables.append((title, [*largest_first(advice.needs), total]))
-        title = "Change this first"
-        if not advice.enough:
-            missing = byte_size(advice.missing)
-            title = f"All flags together free less than {missing}: change this and use more ranks"
-        tables.append((title, [_row("", advice.first)] if advice.first else []))
-        others = [_row(str(n), suggestion) for n, suggestion in enumerate(advice.others, start=1)]
-        tables.append(("Each of these alone, in the order of their cost", others))
-    lines = [f"{facts.title}.", f"torch's error: {facts.error}"]
-    for title, rows_of_table in tables:
-        if rows_of_table:
-            lines += ["", title, *(f"  {line}" for line in columns(rows_of_table))]
-    return "\n".join([*lines, *([""] * bool(notes)), *notes]) + "\n"
-
-
-def _row(number: str, suggestion: Suggestion) -> tuple[str, ...]:
-    return number, suggestion.flags, f"frees {byte_size(suggestion.bytes)}", suggestion.cost

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, one_line
+from fsdp.base.text import byte_size, columns
 from fsdp.base.torch_private import FakeTensorMode, convert_tensors
 from fsdp.config import Config
 from fsdp.distributed.boxes import gathered_numel, local_tensor
-from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_bytes
+from fsdp.memory.account import OomContext, OomFacts, largest_first, resting_bytes
+from fsdp.memory.storages import StorageTracker
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
 from fsdp.models.loss import LossFunction
 from fsdp.models.units import blocks_of, find_units
@@ -313,3 +315,39 @@ def comes_first(config: Config, context: OomContext, facts: OomFacts) -> Suggest
         copied = facts.kinds["parameters"] + facts.kinds["optimizer"]
         return Suggestion("--checkpoint.mode blocking", copied, "training waits for each save")
     return None
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page_text(facts: OomFacts, advice: Advice | None, notes: Sequence[str]) -> str:
+    """What to change stands at its end: what is read first on a terminal."""
+    requested = byte_size(facts.requested) if facts.requested else "unknown"
+    held = [("total", byte_size(facts.held)), ("requested in addition", requested)]
+    # No model, optimizer or FSDP group owns them, so buffers of collectives are among them.
+    names = {"activations": "activations and communication buffers"}
+    rows = [(names.get(kind, kind), size) for kind, size in largest_first(facts.kinds)]
+    tables: list[tuple[str, Sequence[tuple[str, ...]]]] = [
+        ("Memory by kind when the allocation failed", [*rows, *held]),
+        ("Process, device and limits", facts.around),
+    ]
+    if advice is not None:
+        total = ("total", byte_size(sum(advice.needs.values())))
+        title = f"Estimated peak of a step on this rank; missing {byte_size(advice.missing)}"
+        tables.append((title, [*largest_first(advice.needs), total]))
+        title = "Change this first"
+        if not advice.enough:
+            missing = byte_size(advice.missing)
+            title = f"All flags together free less than {missing}: change this and use more ranks"
+        tables.append((title, [_row("", advice.first)] if advice.first else []))
+        others = [_row(str(n), suggestion) for n, suggestion in enumerate(advice.others, start=1)]
+        tables.append(("Each of these alone, in the order of their cost", others))
+    lines = [f"{facts.title}.", f"torch's error: {facts.error}"]
+    for title, rows_of_table in tables:
+        if rows_of_table:
+            lines += ["", title, *(f"  {line}" for line in columns(rows_of_table))]
+    return "\n".join([*lines, *([""] * bool(notes)), *notes]) + "\n"
+
+
+def _row(number: str, suggestion: Suggestion) -> tuple[str, ...]:
+    return number, suggestion.flags, f"frees {byte_size(suggestion.bytes)}", suggestion.cost

@@ -33,7 +33,8 @@ from fsdp.base.torch_private import (
 from fsdp.config import ProfileSection, profile_steps
 from fsdp.distributed import collectives
 from fsdp.distributed.env import DistEnv
-from fsdp.memory.account import StorageTracker, by_size
+from fsdp.memory.account import by_size
+from fsdp.memory.storages import StorageTracker
 
 log = logging.getLogger(__name__)
 

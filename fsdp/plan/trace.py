@@ -35,7 +35,7 @@ from fsdp.base.torch_private import (
     sharded_gradient,
 )
 from fsdp.distributed.boxes import local_tensor, tensors_in
-from fsdp.memory.account import GRAIN, LiveStorages, packing
+from fsdp.memory.storages import GRAIN, LiveStorages, packing
 
 KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers",
          "communication")  # fmt: skip

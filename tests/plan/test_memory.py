@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp.config import load
-from fsdp.memory.account import MIB, packing
+from fsdp.memory.storages import MIB, packing
 from fsdp.models.transformer import Block, Rotary, TransformerSizes
 from fsdp.plan import fake_step
 from fsdp.plan.estimate import Memory, notes
