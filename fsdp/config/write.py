@@ -100,6 +100,7 @@ NOT_TRAINED = {
     "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
     "run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks",
     "run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only",
+    "train.eval_answers",
     "data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group",
     "watch",
 }  # fmt: skip

@@ -125,6 +125,7 @@ def test_what_is_wrong_is_one_line_with_a_hint(
     assert "\n" not in message
 
 
+@pytest.mark.needs("transformers")
 def test_a_forgotten_prefix_and_a_name_of_nothing_are_found_before_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
