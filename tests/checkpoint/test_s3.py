@@ -99,6 +99,7 @@ def test_a_save_killed_before_its_seal_is_deleted_and_the_one_before_resumed(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_marked_and_the_one_before_loaded(
     bucket: str, server: str, tmp_path: Path
 ) -> None:

@@ -70,6 +70,8 @@ def train_on(env: DistEnv, server: str, words: list[str]) -> str | None:
     return on_a_rank(env, words)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_resumes_on_a_machine_without_its_run_directory(
     url: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,9 +26,7 @@ RUN = {
     "python train.py --help": 0,
     "python train.py --data.name text --help": 0,
     "python train.py --batch_size 32": 2,
-    "python -m fsdp.checkpoint RUN verify": 0,
     "python -m fsdp.predict RUN": 0,
-    "python -m fsdp.report RUN": 0,
 }
 """Exit code by command, in this order."""
 
@@ -36,6 +34,8 @@ FIRST = "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.d
 """Makes runs/first, with which another command goes on."""
 
 LONG = {
+    "python -m fsdp.checkpoint RUN verify": 0,
+    "python -m fsdp.report RUN": 0,
     "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.report A B --out both.html": 0,
     "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,

@@ -183,6 +183,7 @@ def test_what_does_not_fit_is_named(model: str, data: str, message: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_parity_reads_them_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--parity.ranks", "2", *flags(words("Losses", "Pairs"))[2:]]) == 0
     assert "holds" in "".join(capfd.readouterr())

@@ -17,6 +17,7 @@ from fsdp.distributed.env import DistEnv
 from fsdp.models.loss import cross_entropy_parts, summed_entropy
 from fsdp.models.registry import IGNORED
 from fsdp.shard.tensor import DividedVocabulary
+from tests.support.marks import quick_are
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
@@ -73,7 +74,10 @@ def classes_of(env: DistEnv, words: list[str]) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(("loss", "classes"), [("", {16}), (f"--train.loss {__name__}:counted", set())])
+CASES: list[tuple[str, set[int]]] = [("", {16}), (f"--train.loss {__name__}:counted", set())]
+
+
+@pytest.mark.parametrize(("loss", "classes"), quick_are(CASES[1:], CASES, []))
 def test_a_rank_has_its_classes_and_a_loss_of_the_user_all(
     loss: str, classes: set[int], tmp_path: Path
 ) -> None:
