@@ -35,6 +35,7 @@ $(READY): requirements.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) from requirements.txt (once, a minute or two)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || echo "torchvision is of another build than torch: train.py works, an import of your own fails. HINT: head -3 requirements.txt"
 	@touch $(READY)
 
 train: $(READY)
