@@ -48,7 +48,10 @@ TOKEN = "SHARDRUN_TOKEN"
 """The environment variable that names this start; slurm/lib.sh sets it."""
 EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C where nothing is saved: while a start begins, or a second one later."""
-AFTER = 'while kill -0 "$0" 2>/dev/null; do sleep 0.05; done; printf "%s\\n" "$1" >&2'
+AFTER = 'while grep -qs "^State:.*[^ZX] (" "/proc/$0/status"; do sleep 0.05; done; printf "%s\\n" "$1" >&2'
+"""The process that waits holds the pipes of whoever reads the output, and who reads to the end before it
+waits leaves the agent a zombie, for which `kill -0` succeeds for ever.
+"""
 MOST_BYTES = 1 << 20
 """Of RUN/FAILED: more than any error message."""
 
@@ -207,7 +210,7 @@ def _print_end(run: Path, config: Config, env: DistEnv, how: str) -> None:
     from fsdp.run.summary import last_lines
 
     torchrun, command = os.environ.get("TORCHELASTIC_ERROR_FILE"), rank_command(env)
-    if TOKEN in os.environ or env.launcher == "launch.local":
+    if TOKEN in os.environ or env.launcher == "launch.local" or os.getppid() == 1:  # it was killed
         return
     if torchrun is None:
         if env.is_main and how == "failed":

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fsdp.base.devices import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.registry import IGNORED, ROW_POSITIONS, CustomLoss, widened
+from fsdp.models.registry import IGNORED, ROW_POSITIONS, CustomLoss, at_least_fp32
 from fsdp.models.units import BATCH_NORMS
 
 if TYPE_CHECKING:
@@ -403,7 +403,7 @@ class LossFunction:
                 correct = ((output.logits.argmax(dimension) == labels) & valid).sum()
         # Not a product alone: the mean over no label is NaN.
         loss, *parts = (
-            torch.where(weight != 0, widened(v), 0) * weight for v in (loss, *output.parts.values())
+            torch.where(weight != 0, at_least_fp32(v), 0) * weight for v in (loss, *output.parts.values())
         )
         names = self.parts.setdefault(torch.is_grad_enabled(), (*output.parts,))
         if names != (*output.parts,):

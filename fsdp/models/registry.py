@@ -296,7 +296,7 @@ class CustomLoss:
                 "samples.",
                 f"return a loss for each sample or token, and weights of its shape: {LOSS_EXAMPLE}",
             )
-        losses = widened(losses)
+        losses = at_least_fp32(losses)
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights, 0)
         # Not a product alone: 0 times an infinity is NaN.
@@ -318,7 +318,7 @@ def load_loss(path: str) -> CustomLoss | None:
     return CustomLoss(path, function)
 
 
-def widened(values: Tensor) -> Tensor:
+def at_least_fp32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
