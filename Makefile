@@ -35,7 +35,10 @@ $(READY): requirements.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) from requirements.txt (once, a minute or two)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
-	@$(BIN)/python -c 'import torchvision' 2>/dev/null || echo "torchvision is of another build than torch: train.py works, an import of your own fails. HINT: head -3 requirements.txt"
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || { \
+	  echo "torch is of another build than torchvision: $(VENV) has torchvision without its own operators (nms, roi_align, read_image)"; \
+	  site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
+	  cp fsdp/__init__.py $$site/torchvision_operators.py && echo import torchvision_operators >$$site/torchvision_operators.pth; }
 	@touch $(READY)
 
 train: $(READY)

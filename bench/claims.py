@@ -80,10 +80,6 @@ def calls() -> Seen:
 @claim("model.to_empty(device=...); model.reset_parameters() fills a model that was built on meta")
 def reset_parameters() -> Seen:
     from torch import nn
-
-    from fsdp.base.torch_private import import_torchvision
-
-    import_torchvision()
     from torchvision.models import VisionTransformer
 
     kinds = VisionTransformer, nn.Transformer, nn.MultiheadAttention, nn.TransformerEncoderLayer
@@ -246,9 +242,6 @@ def seeded_shards() -> Seen:
 
 def _ray_vit(**sizes: int) -> Any:
     """The ViT of Ray's tutorial, or of other sizes."""
-    from fsdp.base.torch_private import import_torchvision
-
-    import_torchvision()
     import torch
     from torchvision.models import VisionTransformer
 

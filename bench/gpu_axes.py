@@ -25,11 +25,9 @@ def packed(bench: Bench) -> Figures:
     """The attention of packed rows in a model of transformers by varlen, and by the mask that stands for it
     where a flag names another kernel.
     """
-    from fsdp.base.torch_private import prepare_torchvision
-    from fsdp.models.hf import attend_documents
-
-    prepare_torchvision()
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fsdp.models.hf import attend_documents
 
     config = AutoConfig.from_pretrained(LLAMA, num_hidden_layers=4, vocab_size=4096)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(bench.device)

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 from bench.plan import Row, table
 from bench.plan_cases import Case
 from bench.plan_real import Ranks
-from fsdp.base.torch_private import prepare_torchvision
 
 RESULTS = Path(__file__).parent / "results" / "plan_hf.md"
 WORDS, LENGTH = 8192, 128
@@ -78,7 +77,6 @@ def texts() -> Texts:
 
 def write_folder(name: str, folder: Path) -> None:
     """A config.json: the planner reads no weights, and the measured ranks draw theirs."""
-    prepare_torchvision()
     import transformers
 
     cls = getattr(transformers, MODELS[name][0])

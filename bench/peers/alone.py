@@ -20,8 +20,8 @@ sys.path[0] = str(Path(__file__).parents[2])
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import fsdp  # noqa: E402, F401 - makes torchvision importable beside a CPU build of torch
 from bench.peers.base import Given  # noqa: E402
-from fsdp.base.torch_private import import_torchvision  # noqa: E402
 
 CLASSES = {
     "bare": "bench.peers.bare:Bare",
@@ -34,7 +34,6 @@ BATCH = 64
 
 
 def model(channels: int = 1, width: int = 128) -> torch.nn.Module:
-    import_torchvision()
     from torchvision.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(0)

@@ -8,17 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.torch_private import import_torchvision
+import torch.distributed as dist
+from lightning.fabric import Fabric as LightningFabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-import_torchvision()  # a torchvision that fits no CUDA-less torch would end Lightning's import
-
-import torch.distributed as dist  # noqa: E402
-from lightning.fabric import Fabric as LightningFabric  # noqa: E402
-from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-
-from bench.peers.base import (  # noqa: E402
+from bench.peers.base import (
     CLIP,
     Given,
     cross_entropy,

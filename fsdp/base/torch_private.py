@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import json
 import logging
 import sys
@@ -393,32 +393,10 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 
 def import_torchvision() -> ModuleType:
     """The torchvision package, imported at the first call."""
-    prepare_torchvision()
     try:
         return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed.", "pip install -r requirements.txt") from None
-
-
-@functools.cache
-def prepare_torchvision() -> torch.library.Library | None:
-    """Makes any later `import torchvision` work with a CPU build of torch and PyPI's torchvision, which is
-    built for CUDA. Its extension then cannot load, and the import fails at the two operators that it
-    registers fakes for: declaring their schemas is enough. They live as long as the library that this
-    returns.
-    """
-    package = importlib.util.find_spec("torchvision") if "torchvision" not in sys.modules else None
-    extensions = list(Path(package.origin or "").parent.glob("_C*.so")) if package is not None else []
-    if not extensions:
-        return None
-    try:
-        torch.ops.load_library(str(extensions[0]))
-    except OSError:
-        schemas = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return schemas
-    return None
 
 
 # ---------------------------------------------------------------- what a group of FSDP2 holds

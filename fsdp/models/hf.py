@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.proc import SETTINGS, regular_text
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config.read import shipped
 from fsdp.config.sections import expanded
 from fsdp.models.attention import AttentionReader, Rows, attend_rows, read_rows, text_config
@@ -135,7 +134,6 @@ def find_folder(name: str) -> Path:
 def resolve_folder(name: str, args: Mapping[str, Any], facts: Facts) -> PretrainedFolder:
     """Reads `hf:FOLDER` or `hf:ORG/NAME`; every error in it is a ConfigError."""
     folder = find_folder(name)
-    prepare_torchvision()
     try:
         importlib.import_module("transformers")
     except ModuleNotFoundError as error:

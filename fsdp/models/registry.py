@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.text import nearest, quoted
-from fsdp.base.torch_private import gradient_hooks, prepare_torchvision, uncompiled
+from fsdp.base.torch_private import gradient_hooks, uncompiled
 from fsdp.config import ModelSection
 from fsdp.config.sections import exists, expanded
 from fsdp.models.init import draw_parameters, fill_buffers, seeded, to_empty
@@ -149,7 +149,6 @@ def load_attribute(path: str, flag: str) -> Callable[..., Any]:
         raise ConfigError(f"{flag} {path} is not package.module:factory.", f"{flag} my_module:build")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
-    prepare_torchvision()  # the module, or transformers within it, may import torchvision
     try:
         owner: Any = importlib.import_module(module_name)
         for part in attribute.split("."):

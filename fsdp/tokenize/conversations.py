@@ -78,9 +78,7 @@ class HubTokenizer:
         """`ends`: whether texts are ended, for which it needs a token."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # A config.json beside it has transformers import its model's packages, torchvision too.
-        from fsdp.base.torch_private import prepare_torchvision
 
-        prepare_torchvision()
         folder, options = find_tokenizer(name), {"local_files_only": True, "trust_remote_code": False}
         try:
             import transformers

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import import_torchvision
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 
@@ -38,7 +37,6 @@ def test_samples_are_those_of_torchvision(folder: Path) -> None:
     assert data.heldout is not None
     assert (len(data.train), len(data.heldout)) == (20, 10)
     assert (data.info.class_names[0], data.info.class_names[-1]) == ("T-shirt/top", "Ankle boot")
-    import_torchvision()
     from torchvision.datasets import FashionMNIST
     from torchvision.transforms import Compose, Normalize, ToTensor
 
@@ -51,7 +49,6 @@ def test_samples_are_those_of_torchvision(folder: Path) -> None:
 def test_files_that_cannot_be_downloaded_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import_torchvision()
     from torchvision.datasets import FashionMNIST
 
     monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:1/"])

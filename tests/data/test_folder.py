@@ -49,9 +49,6 @@ def test_classes_are_the_folders_in_order_and_a_tenth_is_held_out(tmp_path: Path
 
 
 def test_a_tensor_is_what_torchvisions_transforms_make(tmp_path: Path) -> None:
-    from fsdp.base.torch_private import import_torchvision
-
-    import_torchvision()
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from fsdp.base.torch_private import prepare_torchvision
-
 INPUTS = Path(__file__).parent / "inputs"
 """On PYTHONPATH of every run."""
 
@@ -124,7 +122,6 @@ def _words(draw: random.Random, count: int) -> str:
 
 def _write_llama(folder: Path) -> None:
     """Its weights come of exact divisions: drawn ones differ between processors in their last bits."""
-    prepare_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private import prepare_torchvision
 from tests.models.small_hf import Texts
 
 WORDS = 32
@@ -53,7 +52,6 @@ class _Wide(ModuleType):
 
 def widened(kind: str) -> Any:
     """The class, which computes in float64 in this process until `narrowed`."""
-    prepare_torchvision()
     import transformers
 
     made = getattr(transformers, f"{kind}ForCausalLM")

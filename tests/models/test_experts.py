@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.hf import select_experts_kernel
 from tests.models import foreign
 
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.needs("transformers")
 
 
 def build(model: str) -> Any:
-    prepare_torchvision()
     return foreign.build(model)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.hf_weights import ModuleDraws
 from tests.models import small_hf
 from tests.run.hf_folders import _model
@@ -22,7 +21,6 @@ def build(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_tensor_is_distributed_as_in_a_whole_model(name: str) -> None:
-    prepare_torchvision()
     torch.manual_seed(0)
     whole = build(name).state_dict()
     draws = ModuleDraws(lambda: build(name), 0)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import load
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.hf import turn_caches_off
@@ -34,7 +33,6 @@ SMALL: dict[str, Any] = {
 
 def as_it_comes(name: str) -> nn.Module:
     """From a small configuration that leaves the cache as it is: on."""
-    prepare_torchvision()
     import transformers as hf
 
     if name == "gemma3":

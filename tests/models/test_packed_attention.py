@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models import attention
 from fsdp.models.attention import Rows, check_documents_apart
 from fsdp.models.hf import attend_documents, select_experts_kernel
@@ -127,7 +126,6 @@ LONGER = ([13, 12, 15], [40], [1, 21, 1, 17])
 
 def of_transformers(kind: str, **more: Any) -> Any:
     """The same weights in each call."""
-    prepare_torchvision()
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**DEEP | KINDS.get(kind, {}) | more)
@@ -239,7 +237,6 @@ def test_a_model_without_positions_is_refused() -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "mixtral"])
 def test_documents_are_apart_in_transformers(kind: str, kernel: str) -> None:
-    prepare_torchvision()
     torch.manual_seed(0)
     model = getattr(small_hf, kind)().double().eval()
     model.set_attn_implementation(kernel)

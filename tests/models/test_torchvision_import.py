@@ -1,4 +1,6 @@
-"""A torchvision that cannot load its extension is imported all the same; one that can is left alone."""
+"""A torchvision whose extension cannot load is imported all the same; the operators of one that can are left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,41 @@ from pathlib import Path
 
 import pytest
 
-PREPARE = """
-import sys, torch
-import pytest
+ROOT = Path(__file__).parents[2]
+FAKES = """
+import torch
 
-from fsdp.base.torch_private import prepare_torchvision
-first, second = prepare_torchvision(), prepare_torchvision()
-print(first is second, hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
+for name in ("nms", "qnms"):
+    torch.library.register_fake(f"torchvision::{name}")(lambda boxes, scores, most: scores)
 """
+EXTENSION = """
+import torch
+
+library = torch.library.Library("torchvision", "DEF")
+for name in ("nms", "qnms"):
+    library.define(f"{name}(Tensor boxes, Tensor scores, float most) -> Tensor")
+"""
+SEEN = "import torch, torchvision; print(torch.ops.torchvision.nms.default._schema)"
 
 
-def run(script: str, *folders: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(Path.cwd())])}
-    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+def imported(folder: Path, extension: str, before: str) -> str:
+    """The schema of an operator, where the import of this torchvision succeeds."""
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision/_meta_registrations.py").write_text(FAKES)
+    (folder / "torchvision/__init__.py").write_text(f"{extension}\nfrom . import _meta_registrations\n")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-c", f"{before}; {SEEN}"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
-def fake_torchvision(folder: Path) -> Path:
-    package = folder / "torchvision"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    return package
-
-
-@pytest.mark.long
 @pytest.mark.slow
-def test_schemas_are_declared_where_the_extension_cannot_load(tmp_path: Path) -> None:
-    (fake_torchvision(tmp_path) / "_C.so").write_bytes(b"not a library")
-    assert run(PREPARE, tmp_path).stdout.split() == ["True", "True", "False"]
+@pytest.mark.parametrize("extension", ["", EXTENSION])
+def test_schemas_are_declared_where_the_extension_has_none(extension: str, tmp_path: Path) -> None:
+    assert ("Tensor dets" in imported(tmp_path, extension, "import fsdp")) == (not extension)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["pass", "import fsdp"])
+def test_the_copy_that_make_setup_installs(before: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text((ROOT / "fsdp/__init__.py").read_text())
+    assert "Tensor dets" in imported(tmp_path, "", before)

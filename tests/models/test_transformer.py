@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import Config, MeshSection, ModelSection, PrecisionSection
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import build_mesh
@@ -86,7 +85,6 @@ CASES: dict[str, dict[str, Any]] = {"tied": {"tied": True}, "apart": {"rope_thet
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Biases and scales differ from their initial constants: a tensor in a wrong place changes the logits."""
-    prepare_torchvision()
     import transformers
 
     spec = resolve(ModelSection(name="transformer", args=WRITTEN | CASES[name]), {})

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
 
-from fsdp.base.torch_private import import_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 
@@ -17,7 +17,7 @@ SHAPES = {"small": (10, 2, 128, 128), "wide": (12, 8, 3840, 768)}
 
 def plain(preset: str) -> Any:
     layers, heads, width, ffn = SHAPES[preset]
-    model = import_torchvision().models.VisionTransformer(
+    model: Any = VisionTransformer(
         image_size=28,
         patch_size=7,
         num_layers=layers,

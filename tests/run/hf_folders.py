@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fsdp import config as configuration
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
 from fsdp.distributed.mesh import build_mesh
@@ -40,7 +39,6 @@ FORWARD = {
 
 def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Every bias and scale differs from its initial constant, so that a tensor in a wrong place is found."""
-    prepare_torchvision()
     torch.manual_seed(0)
     model: Any = _model(name)
     with torch.no_grad():

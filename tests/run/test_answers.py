@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.predict.__main__ import main
 from fsdp.run.answers import held_out_questions
 from tests.support.data_cache import on_a_rank
@@ -33,7 +32,6 @@ STEPS = (
 
 def chat_model(folder: Path, kind: str = "llama") -> Path:
     """Its template ends a turn by a token that is not config.json's."""
-    prepare_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     style = STYLES["chatml"]

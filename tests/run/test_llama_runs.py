@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.checkpoint.__main__ import main as checkpoint
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
@@ -29,7 +28,6 @@ def train(ranks: int, run: Path, words: str) -> None:
 
 
 def logits(folder: Path) -> Tensor:
-    prepare_torchvision()
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 from fsdp.models.loss import read_output
@@ -135,7 +134,6 @@ def plain(model: str, kind: str) -> tuple[float, dict[str, Tensor], dict[str, Te
     flags = dict(zip(MODELS[model][::2], MODELS[model][1::2], strict=True))
     args = {name.rpartition(".")[2]: int(v) for name, v in flags.items() if name.startswith("--model.args")}
     section = ModelSection(name=flags["--model.name"], preset=flags.get("--model.preset", ""), args=args)
-    prepare_torchvision()
     module = build_real(resolve(section, {"vocab_size": BYTES, "seq_len": SEQ_LEN}), 0).double()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     total, count = torch.zeros((), dtype=torch.float64), 0

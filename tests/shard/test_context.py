@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.init import Init, Normal
 from fsdp.models.registry import IGNORED, POSITIONS, ROW_POSITIONS
 from fsdp.models.transformer import Transformer, TransformerSizes
@@ -102,7 +101,6 @@ def lfm2() -> nn.Module:
     """Its short convolutions mix tokens; in a random model by less than rounding in fp32."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    prepare_torchvision()
     sizes = {**small_hf.SIZES, "vocab_size": 32, "num_key_value_heads": 2}
     return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"], use_cache=False))
 
@@ -110,7 +108,6 @@ def lfm2() -> nn.Module:
 def gemma2() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    prepare_torchvision()
     sizes = {**small_hf.SIZES, "vocab_size": 32, "num_key_value_heads": 2}
     return Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=12, use_cache=False))
 
@@ -119,7 +116,6 @@ def lfm2_moe() -> nn.Module:
     """In bf16 the order of its experts' products changes logits by more than its convolutions do."""
     from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
-    prepare_torchvision()
     sizes: dict[str, Any] = {**small_hf.SIZES, "vocab_size": 32, "num_key_value_heads": 2}
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 0}
     layers = ["full_attention", "conv"]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.run.job import prepare, trained_model
 from tests.models.small_hf import Texts
 from tests.support.runs import Finished, failures, finished, run, settings
@@ -43,7 +42,6 @@ HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2 --mesh.expert 2"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prepare_torchvision()
     import transformers
 
     path = tmp_path_factory.mktemp("mixtures")

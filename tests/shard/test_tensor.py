@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, TrainingError
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import WatchSection
 from fsdp.distributed.boxes import local_tensor
 from fsdp.distributed.env import DistEnv
@@ -59,7 +58,6 @@ class Norm(nn.Module):
 
 
 def model(family: str, **more: Any) -> nn.Module:
-    prepare_torchvision()
     import transformers
 
     config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")

@@ -16,7 +16,6 @@ from typing import NoReturn
 import pytest
 
 from fsdp.base.proc import memory_group
-from fsdp.base.torch_private import prepare_torchvision
 from tests.checkpoint import s3_server
 from tests.support import faulty_file
 
@@ -71,5 +70,3 @@ def skip_or_fail(name: str, reason: str) -> NoReturn:
 def check(name: str) -> None:
     if reason := ABSENT[name]():
         skip_or_fail(name, reason)
-    if name == "transformers":  # a test may import of it what imports torchvision
-        prepare_torchvision()

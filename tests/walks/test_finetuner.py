@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from fsdp.base.torch_private import prepare_torchvision
 from tests.docs.pages import ROOT, commands, text_of
 from tests.tokenize import chat
 
@@ -49,7 +48,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, before in (("python", ""), ("torchrun", " -m torch.distributed.run --standalone")):
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{before} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
-    prepare_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
