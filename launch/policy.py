@@ -60,7 +60,7 @@ class End:
     code: int = 1
     """Its exit code. That of a killed rank differs between launchers and is reported as EXIT_DIED."""
     why: str = ""
-    """The reason to stop, or the error message."""
+    """The reason to stop, the error message, or what failed before the ranks."""
 
     @property
     def where(self) -> str:
@@ -119,7 +119,7 @@ def decide(end: End, past: Past, allocation: Allocation) -> Decision:
     if end.kind in (Kind.PREEMPTED, Kind.NODES_LEAVE):
         return _after_stop(end, past, allocation)
     if end.kind is Kind.UNMET:
-        return _after_unmet(past, allocation)
+        return _after_unmet(end, past, allocation)
     if end.kind is Kind.REFUSED:
         return Decision(Act.END, EXIT_REFUSED, end.why)
     if end.kind is Kind.FINAL:
@@ -138,12 +138,12 @@ def _after_stop(end: End, past: Past, allocation: Allocation) -> Decision:
     return Decision(Act.END, 0, f"stopped: {end.why}; this launcher does not requeue")
 
 
-def _after_unmet(past: Past, allocation: Allocation) -> Decision:
+def _after_unmet(end: End, past: Past, allocation: Allocation) -> Decision:
     if past.unmet >= FAILED_RENDEZVOUS:
-        return Decision(Act.END, EXIT_DIED, f"the rendezvous failed, {past.unmet} times in a row", _LINES)
+        return Decision(Act.END, EXIT_DIED, f"{end.why}, {past.unmet} times in a row", _LINES)
     if allocation.requeue:
-        return Decision(Act.REQUEUE, 0, "the rendezvous failed")
-    return Decision(Act.END, EXIT_DIED, "the rendezvous failed, and this job is not requeued", _LINES)
+        return Decision(Act.REQUEUE, 0, end.why)
+    return Decision(Act.END, EXIT_DIED, f"{end.why}, and this job is not requeued", _LINES)
 
 
 def _after_crash(end: End, past: Past, allocation: Allocation) -> Decision:

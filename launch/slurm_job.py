@@ -81,9 +81,9 @@ def holding(run: RunDir, start: str) -> Iterator[None]:
 
 
 def judge(
-    run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: bool = False
+    run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: str = ""
 ) -> Decision:
-    """Decide what follows the last start. A crash or a missed rendezvous is recorded in the history.
+    """Decide what follows the last start, or `unmet`, the failure before it. Both are in the history.
 
     A start that was refused wrote nothing: the records are those of the job that refused it, which may have
     finished or stopped since. Where the run directory cannot be read, ranks that end with 0 have saved and
@@ -114,12 +114,12 @@ def as_error(run: RunDir, error: Exception) -> ShardrunError:
     return CheckpointError(f"{run.path} cannot be read or written: {error}.", hint)
 
 
-def _end(run: RunDir, marker: Marker, job: str, restart: int, code: int, unmet: bool) -> tuple[End, Past]:
+def _end(run: RunDir, marker: Marker, job: str, restart: int, code: int, unmet: str) -> tuple[End, Past]:
     events = history.events(run)
     past = past_of(events, job, restart)
     if unmet:
-        history.record(run, "unmet", job=job)  # the rendezvous of its nodes failed
-        return End(Kind.UNMET), past
+        history.record(run, "unmet", job=job)
+        return End(Kind.UNMET, why=unmet), past
     end = _requested_end(run) or (SAVED if code == 0 else None)
     if end is None:
         end = end_of(run, marker, code, starting=_failed_while_starting(events))
@@ -364,10 +364,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", required=True)
     parser.add_argument("--restart", type=int, default=0)
     parser.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
-    # the rendezvous failed; the ranks cannot start again in this allocation
-    for flag in ("--unmet", "--no-again"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--failed", default="", help="nodes whose hook failed, or that did not come")
+    parser.add_argument("--no-again", action="store_true", help="no second start in this allocation")
+    parser.add_argument("--unmet", default="", help="what failed before the ranks")
+    parser.add_argument("--failed", default="", help="its nodes: the hook failed there, or they did not come")
     return parser
 
 
@@ -386,7 +385,9 @@ def main(argv: Sequence[str]) -> int:
         allocation = Allocation(requeue=requeue, again=not options.pop("no_again"))
         failed = [name for name in options.pop("failed").split(",") if name]
         if len(failed) > 1 and len(failed) == len(os.environ.get("SHARDRUN_NODES", "").split()):
-            decision = Decision(Act.END, EXIT_DIED, "all nodes failed", "the lines above say why")
+            decision = Decision(
+                Act.END, EXIT_DIED, f"{options['unmet']}, all nodes", "the lines above say why"
+            )
         else:
             decision = judge(run, **options, allocation=allocation)
         if decision.act is Act.AGAIN:

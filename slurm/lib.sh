@@ -6,7 +6,6 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 home=$(dirname "$here")
 say() { printf '%s slurm: %s\n' "$(date +%H:%M:%S)" "$*"; }
-die() { say "$*" >&2 && exit 1; }
 field() { grep -m 1 -oP " $1=\K\S+" <<<"$record"; }
 comment() { scontrol update JobId="$SHARDRUN_JOB" Comment="$*" >/dev/null 2>&1 || :; } # for squeue
 # Sets record, the job's. A controller that many jobs ask at once may not answer the first time.
@@ -43,6 +42,7 @@ job_begin() {
     export SLURM_EXPORT_ENV=ALL SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun} SHARDRUN_MODE=train SLURM_RESTART_COUNT
     export NPROC_PER_NODE=${NPROC_PER_NODE:-} OMP_NUM_THREADS=${OMP_NUM_THREADS:-} RDZV_HOST=${RDZV_HOST:-}
     export SHARDRUN_CONTAINER=${CONTAINER[*]@Q} SHARDRUN_TORCHRUN_ARGS=${TORCHRUN_ARGS[*]@Q} MASTER_ADDR=''
+    export HOOK_TIMEOUT_S=${HOOK_TIMEOUT_S:-1800} SLURMD_NODENAME=${SLURMD_NODENAME:-$(hostname)}
     export SHARDRUN_NODES SHARDRUN_NODE_RECORD='' SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60} SLURM_JOB_END_TIME
     SLURM_RESTART_COUNT=$(field Restarts || echo "${SLURM_RESTART_COUNT:-0}")
     [ -z "$record" ] || SLURM_JOB_END_TIME=$(date -d "$(field EndTime)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
@@ -73,23 +73,24 @@ on_nodes() { # sets by_srun: srun on all nodes with this number of tasks each, a
 }
 # A command of node.sh on every node: sets said, rc, and failed, the nodes of its lines `failed NODE`.
 try_nodes() {
-    [ "$1" != hook ] || local SRUN_ARGS=() # outside any container
+    [ "$1" != hook ] || { local SRUN_ARGS=() && say "$2 on each node, for $HOOK_TIMEOUT_S s at most"; } # in no container
     on_nodes 1 --kill-on-bad-exit=0
-    rc=0 && said=$("${by_srun[@]}" bash "$here/node.sh" "$1") || rc=$?
+    rc=0 && said=$("${by_srun[@]}" bash "$here/node.sh" "$@") || rc=$?
     failed=$(grep -oP '^failed \K.*' <<<"$said" | paste -sd,) || :
 }
 meet_or_leave() { # the hooks; then the nodes connect. Sets MASTER_ADDR. Nodes that never met end the job
-    local said failed=''
-    if declare -F before_job >/dev/null; then before_job || die "before_job of $CLUSTER_ENV failed"; fi
-    if declare -F before_node >/dev/null; then try_nodes hook; fi
-    if [ -z "$failed" ]; then
-        try_nodes meet
+    local said failed='' what=before_node
+    rc=0
+    ! declare -F before_job >/dev/null || [ -z "$(bash "$here/node.sh" hook before_job)" ] || exit 1
+    if declare -F before_node >/dev/null; then try_nodes hook before_node; fi
+    if [ "$rc$failed" = 0 ]; then
+        what='the rendezvous' && try_nodes meet
         if MASTER_ADDR=$(grep -m 1 -xE '[0-9a-fA-F.:]+(%\S+)?' <<<"$said") && [ "$rc" = 0 ]; then
             say "all ${#nodes[@]} nodes reach $MASTER_ADDR:$MASTER_PORT" && return
         fi
         [ "$SLURM_RESTART_COUNT$SHARDRUN_TRY" != 00 ] || exit 3
     fi
-    rc=1 && judge_and_act --unmet --failed "$failed"
+    rc=1 && judge_and_act --unmet "$what failed${failed:+ on $failed}" --failed "$failed"
 }
 srun_ranks() { # sets by_srun: one torchrun per node starts the ranks, or Slurm starts one task per rank
     local tasks=1 more=(--cpu-bind=none --kill-on-bad-exit=1)
@@ -155,7 +156,7 @@ requeue() {
     again=("${again[0]}" ${left_out:+--exclude="$left_out"} "${again[@]:1}")
     say "in its place: ${again[*]@Q}"
     SHARDRUN_HOME=$home "${again[@]}" && exit
-    die "NOT requeued. HINT: ${again[*]@Q}"
+    say "NOT requeued. HINT: ${again[*]@Q}" >&2 && exit 1
 }
 show_progress() {
     trap '' TERM USR1 USR2
@@ -168,7 +169,7 @@ job_run() {
     while :; do
         meet_or_leave
         [ "$SHARDRUN_MODE" != dry-run ] || (start_ranks echo "would run:")
-        show_progress & progress=$!
+        show_progress & progress=$! && disown # no line of its end in the log
         start_ranks & wait_through_signals $!
         kill -KILL "$progress"
         judge_and_act

@@ -37,9 +37,7 @@ def stopped(run: RunDir, step: int, reason: str) -> None:
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
-def judge(
-    run: RunDir, job: str = "7", restart: int = 0, *, unmet: bool = False, **allocation: bool
-) -> Decision:
+def judge(run: RunDir, job: str = "7", restart: int = 0, *, unmet: str = "", **allocation: bool) -> Decision:
     allowed = Allocation(**{"requeue": True, **allocation})
     return slurm_job.judge(run, job=job, restart=restart, code=1, allocation=allowed, unmet=unmet)
 
@@ -110,7 +108,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
     try:
         with pytest.raises(RefusedError, match="is being written by process"):
             slurm_job.begin(["--run.dir", str(run.path)], {})
-        for unmet in (False, True):
+        for unmet in ("", "before_node failed on n2"):
             decision = judge(run, unmet=unmet)
             assert (decision.act, decision.code) == (Act.END, 4)
             assert "is being written by process" in decision.why
@@ -157,7 +155,7 @@ def test_the_job_s_own_history_is_what_counts(run: RunDir, monkeypatch: pytest.M
     decision = judge(run, restart=2)
     assert decision.act is Act.END
     assert "before the first step of a start" in decision.why
-    acts = [judge(run, unmet=True).act for _ in range(policy.FAILED_RENDEZVOUS)]
+    acts = [judge(run, unmet="the rendezvous failed").act for _ in range(policy.FAILED_RENDEZVOUS)]
     assert acts == [Act.REQUEUE, Act.REQUEUE, Act.END]
     stopped(run, 40, "SIGUSR1")
     said = slurm_job.message(run, judge(run, requeue=False))
@@ -183,11 +181,14 @@ def test_the_node_of_all_crashes_of_an_allocation_is_left_out(
     assert capsys.readouterr().out.startswith("left_out=(n9,n2)\n")
 
 
-def test_a_hook_that_fails_on_all_nodes_ends_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_fails_on_all_nodes_ends_the_job(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SHARDRUN_NODES", "n1 n2")
-    words = ["judge", str(run.path), "--job", "7", "--code", "1", "--unmet", "--failed"]
-    assert slurm_job.main([*words, "n1,n2"]) == 3
-    assert slurm_job.main([*words, "n2"]) == slurm_job.REQUEUE
+    words = ["judge", str(run.path), "--job", "7", "--code", "1", "--unmet", "the hook failed on n2"]
+    assert slurm_job.main([*words, "--failed", "n1,n2"]) == 3
+    assert slurm_job.main([*words, "--failed", "n2"]) == slurm_job.REQUEUE
+    assert capsys.readouterr().out.endswith("left_out=(n2)\nthe hook failed on n2. To be requeued.\n")
 
 
 def test_tasks_of_an_array_differ_by_a_flag(run: RunDir) -> None:

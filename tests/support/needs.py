@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -39,6 +40,13 @@ def _cgroup() -> str:
     )
 
 
+def _charliecloud() -> str:
+    if shutil.which("ch-run") is None:
+        return "ch-run is not installed (apt-get install charliecloud)"
+    made = subprocess.run(["unshare", "--user", "--mount", "true"], capture_output=True).returncode == 0
+    return "" if made else "user namespaces cannot be made here"
+
+
 ABSENT: dict[str, Callable[[], str]] = {
     "transformers": functools.partial(_package, "transformers"),
     "timm": functools.partial(_package, "timm"),
@@ -54,6 +62,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "bindfs": lambda: "" if shutil.which("bindfs") else "bindfs is not installed (apt-get install bindfs)",
     "browser": lambda: "" if shutil.which("chromium") else "no chromium (apt-get install chromium)",
     "cgroup": _cgroup,
+    "charliecloud": _charliecloud,
     "fuse": faulty_file.missing,
     "s3": _s3,
 }
