@@ -44,7 +44,7 @@ def image(folder: Path) -> str:
     """A root of its own for ch-run, which sees the folders of Python, the code and the runs."""
     tops = {Path(path).resolve().parts[1] for path in (sys.prefix, sys.base_prefix, ROOT, folder, "/usr")}
     tops -= {"tmp"}  # ch-run mounts it
-    for name in (*"dev proc sys etc home tmp".split(), *tops):
+    for name in {"dev", "proc", "sys", "etc", "home", "tmp"} | tops:
         (folder / "image" / name).mkdir(parents=True)
     for name in ("passwd", "group", "hosts", "resolv.conf"):
         (folder / "image/etc" / name).touch()
