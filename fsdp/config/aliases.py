@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
+
+from fsdp.config.sections import FIELDS
 
 VALUE = "VALUE"
 """In a hint: the typed value."""
@@ -42,7 +45,8 @@ HINTS = {
         "gradient_accumulation_steps accumulate_grad_batches grad_accum",
     "--train.epochs VALUE": "num_epochs num_train_epochs max_epochs epochs",
     "--train.steps VALUE": "max_steps num_steps train_steps max_train_steps max_iters training_steps",
-    "--train.clip_grad_norm VALUE": "max_grad_norm gradient_clip_val clip_grad grad_clip gradient_clipping",
+    "--train.clip_grad_norm VALUE": "max_grad_norm max_norm gradient_clip_val clip_grad grad_clip "
+    "gradient_clipping",
     "--train.eval_every_steps VALUE": "eval_steps eval_interval val_check_interval eval_every",
     "--mesh.reshard_after_forward VALUE": "reshard_after_forward fsdp_reshard_after_forward",
     "--mesh.replicate VALUE": "data_parallel_replicate_degree dp_replicate num_replicas dp_replicate_size",
@@ -66,19 +70,20 @@ HINTS = {
     RAY: "use_gpu scaling_config scalingconfig resources_per_worker trainer_resources placement_strategy "
     "train_loop_config train_loop_per_worker torch_config datasets",
     "docs/migrate.md": "deepspeed deepspeed_config zero_optimization run_config fsdp_config trainer",
-    "--precision.param VALUE": "mixed_precision precision dtype torch_dtype amp param_dtype",
+    "--precision.param VALUE": "mixed_precision precision dtype torch_dtype amp param_dtype "
+    "mixed_precision_param",
     "--precision.param bf16": "bf16 bf16.enabled bfloat16.enabled",
     "--precision.param fp16": "fp16 fp16.enabled",
-    "--precision.reduce VALUE": "reduce_dtype",
+    "--precision.reduce VALUE": "reduce_dtype mixed_precision_reduce",
     "--run.matmul_precision high": "tf32",
     "--memory.activation_checkpointing full": "activation_checkpointing gradient_checkpointing "
     "fsdp_activation_checkpointing activation_checkpoint",
     "--memory.activation_checkpointing full --memory.activation_offload true": "activation_offload",
-    "--memory.cpu_offload true": "cpu_offload offload_params fsdp_offload_params offload_param "
-    "offload_param.device",
+    "--memory.cpu_offload true": "cpu_offload enable_cpu_offload offload_params fsdp_offload_params "
+    "offload_param offload_param.device",
     "--memory.optimizer_offload true": "offload_optimizer offload_optimizer.device",
     "--memory.nvme optimizer --memory.nvme_dir VALUE": "nvme_path",
-    "--speed.compile true": "torch_compile compile dynamo_backend",
+    "--speed.compile true": "torch_compile compile compile.enable dynamo_backend",
     "--speed.float8 tensorwise": "fp8 enable_fp8_linear",
     "--speed.attention flash": "attn_implementation use_flash_attention flash_attention",
     "--optim.lr VALUE": "learning_rate max_lr params.lr",
@@ -103,11 +108,13 @@ HINTS = {
     "--lora.rank VALUE": "lora_r lora_rank",
     "--lora.alpha VALUE": "lora_alpha",
     "--lora.targets VALUE": "target_modules lora_target_modules",
-    "--run.dir VALUE": "output_dir out_dir save_dir default_root_dir storage_path",
+    "--run.dir VALUE": "output_dir out_dir save_dir default_root_dir storage_path dump_folder",
+    "--run.dir runs/VALUE": "experiment.name experiment_name run_name job_name",
     "--run.log_every_steps VALUE": "logging_steps log_every_n_steps log_interval log_freq steps_per_print",
     "--run.wandb shardrun": "report_to wandb use_wandb",
     "--run.wandb VALUE": "wandb_project",
-    "--checkpoint.every_steps VALUE": "save_steps save_interval checkpoint_interval every_n_train_steps",
+    "--checkpoint.every_steps VALUE": "save_steps save_interval checkpoint_interval every_n_train_steps "
+    "checkpoint.interval checkpoint_frequency",
     "--checkpoint.keep_last VALUE": "save_total_limit total_limit keep_latest_k num_to_keep",
     "--checkpoint.keep_best VALUE": "save_top_k",
     "--checkpoint.resume VALUE": "resume resume_from_checkpoint ckpt_path load_checkpoint",
@@ -142,6 +149,27 @@ def hint_for(name: str, value: str) -> str | None:
 def sharding(word: str) -> str | None:
     """Our flags for a sharding strategy of another trainer."""
     return _OF_SHARDING.get(_TYPE_PREFIX.sub("", word.lower()))
+
+
+def nearest_flags(name: str) -> list[str]:
+    """Our flags of which this may be a misspelling, or that it names without their section.
+
+    Of another trainer's section (`experiment.name`) the field alone says nothing, unless it is a compound.
+    """
+    sections = {field.partition(".")[0] for field in FIELDS if "." in field}
+    section, _, key = name.rpartition(".")
+    if not section and name.partition("_")[0] in sections:
+        section, _, key = name.partition("_")
+    meant = difflib.get_close_matches(section, sections, n=1, cutoff=0.7)
+    other = [f for f in FIELDS if not section or section in sections or "_" in f]
+    elsewhere = 1.0 if section in sections else 0.87
+    for fields, cutoff in (([f for f in FIELDS if f.partition(".")[0] in meant], 0.65), (other, elsewhere)):
+        tails = [field.rpartition(".")[2] for field in fields]
+        if close := difflib.get_close_matches(key, tails, n=1, cutoff=cutoff):
+            near = [field for field, tail in zip(fields, tails, strict=True) if tail == close[0]]
+            common = [field for field in near if FIELDS[field].meta["common"]]
+            return [f"--{field}" for field in common or near]
+    return []
 
 
 def is_flags(hint: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
@@ -77,6 +78,7 @@ _ddp = _is("mesh.strategy", "ddp")
 _nvme = _is("memory.nvme", "optimizer", "all")
 _RECOMPUTED = "memory.activation_checkpointing"
 _NO_EFFECT = "the first has no effect"
+_NO_NVME = "--memory.nvme off --memory.nvme_dir ''"
 
 
 def _no_adam(config: Config) -> bool:
@@ -162,7 +164,7 @@ ROWS: tuple[Row, ...] = (
     ("memory.nvme_dir", "memory.nvme", lambda c: c.memory.nvme_dir and not _nvme(c),
      "--memory.nvme optimizer", _NO_EFFECT),
     ("memory.nvme", "optim.momentum", lambda c: c.memory.nvme == "optimizer" and _no_states(c),
-     "--memory.nvme off", "sgd has no states without momentum"),
+     _NO_NVME, "sgd has no states without momentum"),
     ("memory.optimizer_offload", "optim.momentum", lambda c: c.memory.optimizer_offload and _no_states(c),
      "--memory.optimizer_offload false", "sgd has no states without momentum"),
     ("optim.fused", "mesh.strategy",
@@ -205,11 +207,13 @@ ROWS: tuple[Row, ...] = (
     }, "it applies to shards"),
     # torch passes what these keep to no hook
     *_beside("memory.activation_offload", _changed("memory.activation_offload"), f"--{_RECOMPUTED} full",
-             _of(_RECOMPUTED, "ops") | _of("memory.activation_budget")),
+             _of(_RECOMPUTED, "ops")),
+    *_beside("memory.activation_offload", _changed("memory.activation_offload"),
+             "--memory.activation_budget 1", _of("memory.activation_budget")),
     *_beside("memory.loss_chunk", _changed("memory.loss_chunk"), "--memory.loss_chunk 0",
              _of("train.loss") | _of("precision.output")),
     *_beside("train.z_loss", _changed("train.z_loss"), "--train.z_loss 0", _of("train.loss")),
-    *_beside("optim.ema", _changed("optim.ema"), "--memory.nvme off", _of("memory.nvme")),
+    *_beside("optim.ema", _changed("optim.ema"), _NO_NVME, _of("memory.nvme")),
     # its update goes part by part; an average follows whole updates
     *_beside("memory.optimizer_offload", _changed("memory.optimizer_offload"),
              "--memory.optimizer_offload false", {
@@ -320,7 +324,8 @@ def _texts(config: Config) -> Problems:
         place = re.sub(r"(?<=://).*@", "", run_dir)  # a key of the store is no part of a message
         yield (
             f"--run.dir {place} is not a folder, and run directories are.",
-            f"--checkpoint.dir {shlex.quote(place)}, from which any machine resumes",
+            f"--run.dir runs/{shlex.quote(Path(place).name)} --checkpoint.dir {shlex.quote(place)}, from "
+            "which any machine resumes",
         )
 
 

@@ -14,7 +14,6 @@ Not here: fields that conflict (checks.py), a run directory's config.toml (trust
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import logging
 import math
@@ -53,14 +52,18 @@ MOST_BYTES = 1 << 20
 
 
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Applies defaults, recipes (--config), flags in their order, then overrides, and checks the result."""
+    """Applies defaults, recipes (--config), flags in their order, then overrides, and checks the result.
+
+    Of a field's values the last alone is parsed, so that the flag of a HINT may follow the one that it mends.
+    """
     values: dict[str, Any] = {}
     flags = list(pair_flags(argv))
-    for path in [value for name, value in flags if name == "config"]:
-        for name, value in read_recipe(path).items():
+    recipes = [pair for name, path in flags if name == "config" for pair in read_recipe(path).items()]
+    given = [*recipes, *(pair for pair in flags if pair[0] != "config"), *(overrides or {}).items()]
+    last = {name: nth for nth, (name, _) in enumerate(given)}
+    for nth, (name, value) in enumerate(given):
+        if nth == last[name] or (name in FIELDS and FIELDS[name].is_args):
             _set(values, name, value)
-    for name, value in [*((n, v) for n, v in flags if n != "config"), *(overrides or {}).items()]:
-        _set(values, name, value)
     path = evaluated_path(dict(flags))
     if path and values.get("train.evaluate_only"):
         args = {name: value for name, value in values.get("data.args", {}).items() if name != "heldout"}
@@ -231,17 +234,15 @@ def _named(spec: FieldSpec, value: Any) -> Mapping[str, Any]:
 
 
 def _unknown(name: str, value: Any = "") -> ConfigError:
-    from fsdp.config.aliases import hint_for
+    from fsdp.config.aliases import hint_for, nearest_flags
 
     old = next((old for old in REMOVED if f"{name}.".startswith(f"{old}.")), None)
     if old is not None:
         return _gone(old)
     if (alias := hint_for(name, str(value))) is not None:
         return ConfigError(f"--{name} is not a flag.", _as_typed(alias))
-    tails = {n.rpartition(".")[2]: n for n in FIELDS}
-    near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
-    near += [tails[n] for n in difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.75)]
-    hint = f"did you mean --{near[0]}?" if near else "python train.py --help-all lists them"
+    near = nearest_flags(name)
+    hint = f"did you mean {' or '.join(near)}?" if near else "python train.py --help-all lists them"
     return ConfigError(f"--{name} is not a flag.", hint)
 
 

@@ -135,7 +135,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "stop.file": ("", "touch RUN/STOP"),
     "profile.shapes": (False, "--profile.trace true"),
     "profile.stacks": (False, "--profile.trace true"),
-    "plan.calibrate": (False, "--plan.tflops and --plan.memory_gb_s, as measured"),
+    "plan.calibrate": (False, "--plan.tflops N --plan.memory_gb_s N, as measured"),
     "plan.rank": (0, "leave it out: rank 0 is counted, which holds most"),
     "plan.rows": (12, "leave it out"),
     "plan.tokens": (0.0, "divide them by the plan's tok/s/GPU"),

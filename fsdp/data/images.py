@@ -173,7 +173,10 @@ def folder(
     preprocess = {**sizes, "mean": tuple(mean or means), "std": tuple(std or stds)}
     if channels not in (1, 3) or not len(preprocess["mean"]) == len(preprocess["std"]) == channels:
         reason = f"channels {channels}, mean {preprocess['mean']} and std {preprocess['std']} do not agree."
-        raise ConfigError(f"--data.args: {reason}", "--data.args.channels 3 (colour) or 1 (grey)")
+        n = 1 if channels == 1 else 3
+        half = f"'{[0.5] * n}'"
+        hint = f"--data.args.channels {n} --data.args.mean {half} --data.args.std {half}"
+        raise ConfigError(f"--data.args: {reason}", hint)
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
     train, others = next(filter(is_train, names), ""), list(filter(is_other, names))
     train = train if others or train == "train" else ""  # a class

@@ -206,7 +206,8 @@ def check_args(function: Callable[..., Any], args: Args, owner: str) -> dict[str
         fits = value in words if words else isinstance(value, kind) or number
         if not fits or isinstance(value, bool):
             reason = f"--data.args.{name} {value} is not {' or '.join(words) or kind.__name__}."
-            raise ConfigError(reason, f"--data.args.{name} {known[name] or kind.__name__}")
+            default = "LIST" if known[name] is None else quoted(known[name])
+            raise ConfigError(reason, f"--data.args.{name} {default}")
         checked[name] = float(value) if kind is float else value
     return checked
 

@@ -232,7 +232,7 @@ def _meet_in_a_new_try(env: DistEnv, store: dist.Store, timeout: timedelta) -> s
             absent = [rank for rank in others if not store.check([f"rank {rank} in {name}"])]
             raise LaunchError(
                 f"{named_ranks(absent)} did not meet rank 0 within {timeout.total_seconds():g} s.",
-                "the first error on their nodes; --run.process_group_timeout_s waits longer",
+                "the first error on their nodes; or a longer --run.process_group_timeout_s",
             )
         answers = [f"answer to {token.decode()}" for token in store.multi_get(tokens)]
         store.multi_set(answers, [name] * len(answers))  # type: ignore[attr-defined]  # not in torch's stubs

@@ -448,5 +448,5 @@ def check_multiple(sizes: Any, product: str, factor: str) -> None:
     if total % part:
         raise ConfigError(
             f"--model.args.{product} {total} is not a multiple of --model.args.{factor} {part}.",
-            f"--model.args.{product} {-(-total // part) * part}",
+            f"--model.args.{factor} {max(n for n in range(1, part + 1) if not total % n)}",
         )

@@ -259,7 +259,7 @@ class Verdicts:
         origin = f", first in {ranks[0][1]} on {named_ranks([rank for rank, _ in ranks])}" if ranks else ""
         origin += f", from the loss of {named_ranks(losses)}" if losses else ""
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
-        lower = "a lower rate of the optimizer" if numbers.loss is None else "--optim.lr lower"
+        lower = "a lower rate of the optimizer" if numbers.loss is None else "a lower --optim.lr"
         hint = f"{lower}, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates"
         if samples:
             origin += f"; the data are not: {samples[0]}"

@@ -69,7 +69,7 @@ def answer(config: Config, fixed: frozenset[str]) -> Iterator[str]:
     yield from (f"  not modelled: {note}" for note in notes(best.config))
     if not best.fits:
         gpus = max(2, config.plan.gpus * 2)
-        hint = f"--plan.gpus {gpus}, a --plan.gpu with more memory, or --data.seq_len lower"
+        hint = f"--plan.gpus {gpus}, a --plan.gpu with more memory, or a lower --data.seq_len"
         yield f"  nothing fits. HINT: {hint}"
         return
     for axis in (axis for axis in best.axes if getattr(config.mesh, axis) == 1):

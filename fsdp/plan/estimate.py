@@ -227,7 +227,7 @@ def search(config: Config, fixed: frozenset[str]) -> list[Plan]:
         ranks *= 2
     raise refusal or ConfigError(
         f"no number of {searcher.rates.name} up to {MOST_RANKS} holds this model.",
-        "--plan.gpu with more memory, or --data.seq_len lower",
+        "a --plan.gpu with more memory, or a lower --data.seq_len",
     )
 
 

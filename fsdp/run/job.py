@@ -269,7 +269,7 @@ def trained_model(config: Config, job: Job) -> nn.Module:
     if job.sizes.data > 1 and (norms := batch_norms(model)):
         log.warning(
             "%s (%d in all): BatchNorm over the rows that a rank has, so the result depends on the number of "
-            "ranks. HINT: --train.micro_batch sets how many rows these are",
+            "ranks. HINT: it has as many as --train.micro_batch",
             norms[0],
             len(norms),
         )

@@ -306,7 +306,7 @@ all, at four bytes a character.
 DISK = "free space in the folder above, or --checkpoint.dir elsewhere; the same command resumes"
 KNOWN = (
     ("out of memory|[Cc]an(not|'t) allocate memory", "memory",
-     "--train.micro_batch smaller, or --memory.activation_checkpointing full"),
+     "a smaller --train.micro_batch, or --memory.activation_checkpointing full"),
     ("^MemoryError", "memory",
      "less on the host: fewer ranks a node, or smaller pieces in the line above (docs/oom.md)"),
     ("No space left on device|Disk quota exceeded", "full disk", DISK),

@@ -69,7 +69,7 @@ OF_THE_JOB = {
     "--model.name tests.support.user_code:Unevn --data.name digits": "importing it failed",
     "--model.preset smal": "is not one of vit's: small, wide, b16. HINT: --model.preset small",
     "--model.args.widht 3": "is not an argument of --model.name vit. HINT: --model.args.width",
-    "--model.args.heads 3": "is not a multiple of --model.args.heads 3. HINT: --model.args.width 129",
+    "--model.args.heads 3": "is not a multiple of --model.args.heads 3. HINT: --model.args.heads 2",
     "--data.name digit": "HINT: --data.name digits",
     "--model.name transformer": "--data.name is not given",
     "--model.name transformer --data.name digits": "reads tokens, but the data holds images",

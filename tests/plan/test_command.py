@@ -96,5 +96,7 @@ QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
 @pytest.mark.slow
 def test_if_nothing_fits_a_hint_names_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
-    assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text
+    assert (
+        "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or a lower --data.seq_len" in text
+    )
     assert "best:" not in text
