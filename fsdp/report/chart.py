@@ -151,7 +151,7 @@ def _frame(bands: list[Band]) -> Frame:
     low, high = min(float(b.low.min()) for b in bands), max(float(b.high.max()) for b in bands)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     bottom = low - pad
-    if 0 <= low < 0.6 * high:
+    if 0 <= low < 0.6 * high or low == high == 0:
         bottom = 0.0  # close enough to start the axis at zero: heights can then be compared
     first, last = min(float(b.steps[0]) for b in bands), max(float(b.steps[-1]) for b in bands)
     if first == last:

@@ -27,6 +27,7 @@ CHARTS: tuple[ChartSpec, ...] = (
     # title, unit, (series, its label)
     ("Loss", "", (("loss", "training"), ("eval_loss", "held out"))),
     ("Held-out accuracy", "%", (("eval_accuracy", "accuracy"),)),
+    ("Held-out perplexity", "", (("eval_perplexity", "perplexity"),)),
     ("Throughput", "per second", (("per_s", "all ranks, trained on"), ("positions_per_s", "positions"))),
     ("Padding", "%", (("padding", "of the positions"),)),
     ("Step time", "s", (("step_time_s", "step"), ("data_wait_s", "waiting for data"))),
