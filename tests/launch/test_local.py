@@ -55,6 +55,7 @@ def steps(run: Path) -> list[int]:
     return [int(record["step"]) for record in history.read_records(RunDir(run).metrics) if "loss" in record]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_path: Path) -> None:
     run, gate = tmp_path / "run", tmp_path / "gate"

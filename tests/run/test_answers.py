@@ -77,11 +77,10 @@ def of_transformers(export: Path, messages: list[dict[str, str]], tokens: int) -
     return parts[0].strip(), parts[1].strip()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
-@pytest.mark.parametrize(
-    ("kind", "rows"), [("llama", "packed"), pytest.param("gpt2", "document", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("kind", "rows"), [("llama", "packed"), ("gpt2", "document")])
 def test_answers_of_a_sharded_chat_model(kind: str, rows: str, tmp_path: Path, own_cache: Path) -> None:
     model = chat_model(tmp_path / "model", kind)
     path = write_lines(tmp_path / "chats.jsonl", CHATS)

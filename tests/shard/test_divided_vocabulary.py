@@ -77,7 +77,7 @@ def classes_of(env: DistEnv, words: list[str]) -> set[int]:
 CASES: list[tuple[str, set[int]]] = [("", {16}), (f"--train.loss {__name__}:counted", set())]
 
 
-@pytest.mark.parametrize(("loss", "classes"), quick_are(CASES[1:], CASES, []))
+@pytest.mark.parametrize(("loss", "classes"), quick_are(CASES[:1], CASES, []))
 def test_a_rank_has_its_classes_and_a_loss_of_the_user_all(
     loss: str, classes: set[int], tmp_path: Path
 ) -> None:

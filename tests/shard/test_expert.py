@@ -65,7 +65,7 @@ def largest_difference(one: Finished, other: Finished) -> float:
     ("model", "ranks", "shape", "micro"),
     [
         ("Mixtral", 2, "--mesh.expert 2 --memory.activation_checkpointing full", 2),
-        ("Qwen3Moe", 4, HSDP, 1),
+        pytest.param("Qwen3Moe", 4, HSDP, 1, marks=pytest.mark.long),
         ("DeepseekV3", 4, "--mesh.expert 2", 2),
         ("GptOss", 4, "--mesh.expert 4", 1),
         ("Qwen3Moe", 4, "--mesh.tensor 2 --mesh.expert 4", 1),
@@ -99,6 +99,7 @@ def test_an_expert_rank_without_tokens(folders: Path, tmp_path: Path) -> None:
     assert {(record["expert_load"], record["experts_idle"]) for record in other.records} == {(4, 12)}
 
 
+@pytest.mark.long
 def test_resumes_at_the_same_and_at_other_shapes(folders: Path, tmp_path: Path) -> None:
     words = f"{FLAGS} --model.name hf:{folders / 'Qwen3Moe'} --train.micro_batch 1 --optim.ema 0.9"
     words = words.replace("--train.steps 3", "--train.steps 4")

@@ -57,7 +57,7 @@ def leave_out(where: Where, mine: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", sample_are(["tensor"], EXCHANGES))
+@pytest.mark.parametrize("axis", sample_are([], EXCHANGES))
 def test_a_rank_that_leaves_out_an_exchange_of_an_axis_is_named(axis: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.watch.test_exchanges", str(tmp_path), axis]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
