@@ -97,10 +97,11 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(kind, 1, message, echo)
     lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
     echo = isinstance(error, OtherRankFailed) or lost
-    # an error with another as its cause, such as a file that could not be read, may not repeat
-    final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not echo
-    refused = isinstance(error, RefusedError)
-    kind = Kind.REFUSED if refused else Kind.FINAL if final else Kind.ERROR
+    users, cause = isinstance(error, ConfigError | TrainingError) and not echo, error.__cause__
+    kind = Kind.REFUSED if isinstance(error, RefusedError) else Kind.ERROR
+    if users and (cause is None or isinstance(cause, PROGRAM_ERRORS)):
+        # another cause, such as a file that could not be read, may not repeat
+        kind = Kind.PROGRAM if cause else Kind.FINAL
     return Failure(kind, error.exit_code, str(error), echo)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -279,6 +280,9 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
         raise ConfigError("{task} is the number of a task, and the job is no array.", "sbatch --array=0-3 …")
     flags = [word.replace("{task}", task) for word in flags_of(words)]
     config = configuration.load(flags)
+    if importlib.util.find_spec("torch") is None:
+        problem = f"the Python of the job, {sys.executable}, has no torch."
+        raise ConfigError(problem, "VENV, module load or CONTAINER in slurm/cluster.env, or make setup")
     if (launcher := environ.get("SHARDRUN_LAUNCHER", "torchrun")) not in ("torchrun", "srun", "ray"):
         raise ConfigError(f"LAUNCHER={launcher} is no launcher.", "LAUNCHER=torchrun, srun or ray")
     mode = next((word[2:] for word in words if word in MODES), "train")
@@ -438,8 +442,9 @@ def message(run: RunDir, decision: Decision) -> str:
     if decision.act in NEXT:
         return f"{decision.why}. {NEXT[decision.act]}"
     next_start = f"the same command with --run.dir {shlex.quote(str(run.path))} continues"
+    why = decision.why.partition(" HINT: ")[0].rstrip(".")  # the rank has printed the HINT
     end = f": no restart. HINT: {decision.hint}; {next_start}" if decision.hint else ""
-    return f"{decision.why}{end}" if end else f"{decision.why}. Not requeued; {next_start}."
+    return f"{why}{end}" if end else f"{why}. Not requeued; {next_start}."
 
 
 # ---------------------------------------------------------------- launch.submit

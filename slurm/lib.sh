@@ -18,10 +18,8 @@ read_record() {
 }
 # Sets what launch.slurm_job assigns: run, program, node_gpus, again, left_out and exported variables.
 job_begin() {
-    local began=$SECONDS venv
-    trap : TERM
-    # signals to the batch shell alone, which srun passes on to the ranks
-    trap 'kill -USR1 $(jobs -p) 2>/dev/null || :' USR1 USR2
+    local began=$SECONDS venv && trap : TERM
+    trap 'kill -USR1 $(jobs -p) 2>/dev/null || :' USR1 USR2 # to the batch shell alone: srun passes them on
     export SHARDRUN_JOB=$SLURM_JOB_ID SHARDRUN_TASKS=${SLURM_NTASKS_PER_NODE:-1} SHARDRUN_GPUS=${SLURM_GPUS_ON_NODE:-0}
     record='' left_out='' again=() program=() node_gpus=() SRUN_ARGS=() CONTAINER=() TORCHRUN_ARGS=()
     read_record
@@ -31,11 +29,12 @@ job_begin() {
     unset RANK WORLD_SIZE SLURM_STEP_NUM_TASKS SLURM_LABELIO SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK \
         "${!SLURM_GPU@}" "${!SLURM_MEM@}" "${!SLURM_TRES@}" "${!SLURM_NTASKS@}"
     # `module load` and an environment's activation use variables that are not set, and may end with a failure
-    set +eu && export CLUSTER_ENV=${CLUSTER_ENV:-$here/cluster.env}
+    set +eu && export CLUSTER_ENV=${CLUSTER_ENV:-$here/cluster.env} && { bash -n "$CLUSTER_ENV" || exit 2; }
     # shellcheck source=slurm/cluster.env
-    [ ! -e "$CLUSTER_ENV" ] || source "$CLUSTER_ENV"
+    source "$CLUSTER_ENV"
     set -eu && venv=${VENV:-$home/.venv}
-    [ ! -x "$venv/bin/python" ] || export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+    if [ -x "$venv/bin/python" ]; then export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+    elif [ -n "${VENV:-}" ]; then say "VENV=$VENV has no bin/python" >&2 && exit 2; fi
     # SAFEPATH: a folder called launch or fsdp in the submit directory must not precede ours
     export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
     # sbatch --export=NONE sets it to NONE for the job's sruns too, whose tasks would lack all that is exported here

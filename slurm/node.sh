@@ -16,5 +16,6 @@ if [ -n "${SHARDRUN_CONTAINER:-}" ]; then # its environment and folder may be it
     exec "${container[@]}" bash -c '. /dev/stdin && exec bash "$@" </dev/null' bash "$0" "$command" "$@" \
         < <(declare -p "${names[@]}" && echo "cd ${PWD@Q}")
 fi
+hash python 2>/dev/null || { echo "no python. HINT: VENV, module load or CONTAINER in slurm/cluster.env" >&2 && exit 127; }
 [ "$command" != run ] || exec "$@"
 exec python -m launch.node "$command" "$@"

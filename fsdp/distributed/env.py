@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.base.phases import follow_parent
 from fsdp.base.text import as_typed
 
@@ -274,7 +274,8 @@ def pick_device(local_rank: int, wanted: DeviceChoice = "auto", launcher: str = 
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if wanted == "cuda":
-            raise LaunchError(
+            lasting = not (torch.version.cuda or torch.version.hip)
+            raise (ConfigError if lasting else LaunchError)(
                 f"--run.device cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()}"
                 f"{_hidden(os.environ)}.",
                 "--run.device cpu, or a CUDA build of torch and a driver: nvidia-smi shows the driver's GPUs",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.distributed.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocator
 from fsdp.distributed.mesh import MeshSizes, build_mesh
 from fsdp.distributed.process_group import (
@@ -56,11 +56,13 @@ def test_a_rank_beyond_the_visible_gpus_is_refused(
 
 
 def test_run_device_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA is a mistake of the person, which no other start corrects."""
     StandInForCuda(monkeypatch, 0)
-    with pytest.raises(
-        LaunchError, match=r"--run.device cuda, but torch .* sees no GPU on .* HINT: --run.device cpu"
-    ):
-        pick_device(0, "cuda")
+    said = r"--run.device cuda, but torch .* sees no GPU on .* HINT: --run.device cpu"
+    for version, error in (("12.8", LaunchError), (None, ConfigError)):
+        monkeypatch.setattr("torch.version.cuda", version)
+        with pytest.raises(error, match=said):
+            pick_device(0, "cuda")
 
 
 def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:

@@ -33,8 +33,8 @@ from tests.launch.ends import flags_of
 from tests.launch.test_local import ROOT
 
 
-def caused(error: Exception) -> Exception:
-    error.__cause__ = OSError("the storage is away")
+def caused(error: Exception, cause: Exception | None = None) -> Exception:
+    error.__cause__ = cause or OSError("the storage is away")
     return error
 
 
@@ -48,6 +48,7 @@ LOST = SaveOutcome(20, "", "rank 1: lost", cause=RuntimeError("gloo: Connection 
         (ConfigError("a wrong mesh"), Kind.FINAL, 2, False),
         (TrainingError("loss nan: not finite"), Kind.FINAL, 5, False),
         (caused(OneRankError("sample 3 cannot be read")), Kind.ERROR, 5, False),
+        (caused(ConfigError("no module mine"), ImportError("mine")), Kind.PROGRAM, 2, False),
         (LaunchError("rank 1 does not reach n1:29500"), Kind.ERROR, 3, False),
         (CheckpointError("no whole checkpoint"), Kind.ERROR, 4, False),
         (RefusedError("RUN is being written by"), Kind.REFUSED, 4, False),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -197,3 +198,9 @@ def test_tasks_of_an_array_differ_by_a_flag(run: RunDir) -> None:
     assert program[-2:] == ["--optim.lr", "3e-3"]
     with pytest.raises(ConfigError, match=r"no array\. HINT: sbatch --array"):
         slurm_job.begin(words, {"SHARDRUN_JOB": "7"})
+
+
+def test_a_python_without_torch_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"{sys.executable}, has no torch\. HINT: VENV"):
+        slurm_job.begin([], {})

@@ -36,6 +36,17 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert said.returncode == 0, said.stdout
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [("before_node() { ; }", "syntax error"), ("VENV=/nowhere", "VENV=/nowhere has no bin/python")],
+)
+def test_settings_that_would_be_ignored_end_the_job(settings: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.env").write_text(settings)
+    variables = {"CLUSTER_ENV": str(tmp_path / "cluster.env"), "SLURM_JOB_ID": "1"}
+    ended = bash("-euc", "source slurm/lib.sh; read_record() { :; }; job_begin; echo went on", **variables)
+    assert (ended.returncode, ended.stdout, said in ended.stderr) == (2, "", True), ended
+
+
 def test_a_job_script_outside_a_job_says_how_it_is_used() -> None:
     said = bash("slurm/fsdp.sbatch")
     assert said.returncode != 0
