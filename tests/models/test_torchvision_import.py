@@ -45,7 +45,7 @@ def test_schemas_are_declared_where_the_extension_has_none(extension: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", ["pass", "import fsdp"])
+@pytest.mark.parametrize("before", ["pass", pytest.param("import fsdp", marks=pytest.mark.long)])
 def test_the_copy_that_make_setup_installs(before: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text((ROOT / "fsdp/__init__.py").read_text())
     assert "Tensor dets" in imported(tmp_path, "", before)
