@@ -41,6 +41,7 @@ from fsdp.run.build import frozen_base
 from fsdp.run.job import prepare
 from fsdp.rundir.history import FULL, storage_advice
 from fsdp.rundir.lock import Folder, hold
+from fsdp.tokenize.conversations import template_text
 
 COMMANDS: dict[str, dict[str, dict[str, Any]]] = {
     "list": {},
@@ -228,7 +229,14 @@ def _formats(
     pretrained: SourceFolder | None = None
     name = str(values.get("model.name", ""))
     if name.startswith(PREFIX) and exported != "torch":
-        pretrained = resolve_folder(name, values.get("model.args", {}), {})
+        os.environ["HF_HUB_OFFLINE"] = "1"  # RUN names the model
+        tables = values.get("data.sources") or [{"args": values.get("data.args", {})}]
+        templates = [str(table.get("args", {}).get("chat_template", "")) for table in tables]
+        pretrained = dataclasses.replace(
+            resolve_folder(name, values.get("model.args", {}), {}),
+            tokenizer=str(values.get("data.tokenizer", "")),
+            chat_template=template_text(next(filter(None, templates), "")),
+        )
     if not saved and (name != "transformer" or exported != "hf"):
         return None, pretrained
     run = trust.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ import torch
 from torch import Tensor
 
 from fsdp.base.devices import DTYPES, digest_shard
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.checkpoint import restore
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.pretrained import INDEX_FILE, SINGLE_FILE, TORCH_FILE, Base, digest_of
 from fsdp.checkpoint.store import sync_folder
 from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.units import names_in_state
+from fsdp.tokenize.conversations import BYTES, find_tokenizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
@@ -42,6 +44,8 @@ SHARD_GIB = 5.0
 """Maximum size of a safetensors file."""
 COPIED = (".json", ".txt", ".model", ".spm", ".codes", ".tokenizer", ".jinja")
 """The ends of names of a tokenizer's and a processor's files: no code and no weights."""
+OF_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+"""Files beside those of a tokenizer."""
 PEFT = "adapter"
 TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 """The end of a class's name in transformers, and peft's task, by which its Auto classes load the adapters."""
@@ -238,11 +242,25 @@ def _as_saved(source: SourceFolder, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _side_files(source: SourceFolder, folder: Path, dtype: torch.dtype) -> dict[Path, Write]:
-    """config.json, and the tokenizer's and processor's files of the source folder."""
+    """config.json, the processor's files of the source folder, and those of the tokenizer, which may be
+    another's, with the chat template that was trained on.
+    """
     texts = {"config.json": source.config_json(dtype).encode()}
-    for file in sorted(source.folder.iterdir()) if source.folder is not None else ():
+    files = [] if source.folder is None else sorted(source.folder.iterdir())
+    with suppress(ConfigError):  # of a folder of tokens that was made elsewhere
+        tokenizer = None if source.tokenizer in ("", BYTES) else find_tokenizer(source.tokenizer)
+        if tokenizer is not None and not (source.folder and tokenizer.samefile(source.folder)):
+            files = [file for file in files if file.name in OF_MODEL]
+            files += [file for file in sorted(tokenizer.iterdir()) if file.name not in OF_MODEL]
+    for file in files:
         if file.suffix in COPIED and file.name not in texts and not file.name.endswith(".index.json"):
             texts[file.name] = file.read_bytes()
+    if source.chat_template:
+        texts["chat_template.jinja"] = source.chat_template.encode()
+        settings = json.loads(texts.get("tokenizer_config.json", b"{}"))
+        texts["tokenizer_config.json"] = json.dumps(
+            {**settings, "chat_template": source.chat_template}, indent=2, ensure_ascii=False
+        ).encode()
     return {folder / name: _text(text) for name, text in texts.items()}
 
 

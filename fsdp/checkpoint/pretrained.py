@@ -198,8 +198,13 @@ class PretrainedWeights(Mapping[str, Tensor]):
 
 
 def open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
-    """The tensors of the folder's safetensors, in one file or in those of an index."""
-    folder, flag = source.folder, f"{source.flag}:"
+    """The tensors of the folder's safetensors, in one file or in those of an index, downloaded first."""
+    folder, flag, index = source.folder, f"{source.flag}:", source.folder / INDEX_FILE
+    files = files_of_index(index, flag) if index.is_file() else [folder / SINGLE_FILE]
+    if not (folder / SINGLE_FILE).exists() and (names := [file.name for file in files if not file.exists()]):
+        from fsdp.models.hf import find_folder
+
+        find_folder(source.name, names, folder.name)
     if (file := newest_export(folder, (SINGLE_FILE, INDEX_FILE))) is not None:
         return open_files(file, flag)
     raise ConfigError(

@@ -285,7 +285,7 @@ def _sources(config: Config) -> Problems:
     given = {"name": name, "dir": data.dir, "args": dict(data.args), "validation": data.validation}
     for field, value in given.items():
         if value:
-            part = "args = {heldout = 0.05}" if field == "validation" else field
+            part = f'validation = "{value}"' if field == "validation" else field
             yield (
                 f"--data.{field} {value} has no effect beside [[data.sources]].",
                 f"--data.sources none, or {part} in the table of the source that it belongs to",

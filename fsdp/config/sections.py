@@ -229,6 +229,7 @@ class MixedSource:
     name: str
     dir: str = ""
     tokenizer: str = ""
+    validation: str = ""
     args: Args = dataclasses.field(default_factory=dict)
     label: str = ""
     weight: float = 0

@@ -9,6 +9,7 @@ recipe given with --config is trusted. Not here: the import itself (fsdp/models/
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def load_run_config(
 
     Raises CodeRefused if it names code that is neither in `trusted` nor a value in `flags`.
     """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     given = dict(pair_flags(flags))
     values = _not_downloaded(read_recipe(str(run / "config.toml")))
     values = {name: value for name, value in values.items() if not name.startswith(forgotten)}

@@ -89,7 +89,7 @@ def build(
     store = open_store(job)
     tokenized = store.folder == Path(where.dir)
     if left_out := left_out_lines(store.left_out):
-        log.warning("documents: %s", "\n".join(left_out))
+        log.info("documents: %s", "\n".join(left_out))
     held_out = store.key.get("held_out", ())
     if held_out:
         log.info("documents: %s", held_out_line(held_out))
@@ -117,6 +117,8 @@ def build(
         train, held = (DocumentRows(store, split, where.seq_len, rows == "packed") for split in SPLITS)
     tokenizer = where.tokenizer or store.tokenizer
     preprocess = {"tokenizer": tokenizer, "end": store.end}
+    if template := store.key.get("options", {}).get("chat_template"):
+        preprocess["chat_template"] = template
     if store.form != "text":
         preprocess["form"] = store.form
         if store.masked and rows != "stream":
@@ -253,7 +255,7 @@ def _check_lengths(where: Where, store: TokenStore) -> None:
         hint = f"--data.seq_len {int(lengths.tokens.max()) - 1} holds the longest"
         if untrained == documents:
             raise ConfigError(f"{where}: all {documents:,} documents {problem}.", hint)
-        log.warning("documents: %s of %s %s. HINT: %s", f"{untrained:,}", f"{documents:,}", problem, hint)
+        log.info("documents: %s of %s %s. HINT: %s", f"{untrained:,}", f"{documents:,}", problem, hint)
 
 
 class DocumentRows:
@@ -270,10 +272,11 @@ class DocumentRows:
         filled = np.append(0, np.cumsum(self._pieces.width))[self._ends]
         self._filled = np.diff(filled, prepend=0) / seq_len
         """Each row's part that is no padding."""
-        if packed:
-            padding = self.padding_share(slice(None)) if len(self) else 0.0
-            rows = f"{len(self._ends):,} rows of {seq_len}: {padding:.2%} padding"
-            log.info("documents, %s: packed into %s", split, rows)
+        if len(self):
+            rows = (
+                f"{len(self):,} {'packed ' * packed}rows of {seq_len}: {self.padding_share(slice(None)):.2%}"
+            )
+            log.info("documents, %s: %s padding", split, rows)
 
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for number, file in enumerate(self._tokens.files):

@@ -173,9 +173,8 @@ def text_info(
 
 def source_section(section: DataSection, source: MixedSource) -> DataSection:
     """A mixture's source as --data.name would give it, with the section's other fields."""
-    return dataclasses.replace(
-        section, name=source.name, dir=source.dir, args=source.args, tokenizer=source.tokenizer, sources=()
-    )
+    names = ("name", "dir", "args", "tokenizer", "validation")
+    return dataclasses.replace(section, sources=(), **{name: getattr(source, name) for name in names})
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:

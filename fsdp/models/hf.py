@@ -2,7 +2,7 @@
 run reads and changes in any such model: its cross entropy, the kernel of its experts, key-value caches.
 
 The class is chosen from config.json's `architectures` or by --model.args.head; other arguments replace fields
-of config.json. Code from a folder or a hub is never run, and nothing is downloaded. A model computes its
+of config.json. Code from a folder or a hub is never run. A model computes its
 cross entropy by `loss_function`, and forward adds to it what else the configuration asks for, such as the
 loss of a mixture's router. Not here: the names under which the folder stores weights (hf_weights.py), reading
 them (fsdp/checkpoint/pretrained.py), or which loss is trained (loss.py).
@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.config.read import shipped
 from fsdp.config.sections import expanded
 from fsdp.models.attention import AttentionReader, Rows, attend_rows, read_rows, text_config
-from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
+from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces, snapshot
 from fsdp.models.registry import PREFIX, Facts, blame, check_model, model_folder, unknown_argument
 from fsdp.models.transformer import LlamaFormat
 
@@ -63,6 +63,10 @@ class PretrainedFolder:
     config: Any
     new_head: bool
     """--model.args.head is given: weights that the folder lacks outside the base model are drawn."""
+    tokenizer: str = ""
+    """Of the data, where it may be another than the folder's."""
+    chat_template: str = ""
+    """The text of a template that conversations were written by in place of the tokenizer's."""
 
     @property
     def flag(self) -> str:
@@ -114,19 +118,18 @@ SourceFolder = PretrainedFolder | LlamaFormat
 """The format of transformers in which a model is written."""
 
 
-def find_folder(name: str) -> Path:
-    """The folder itself, or the newest snapshot of a hub id in huggingface_hub's cache."""
+def find_folder(name: str, files: Sequence[str] = (), commit: str = "") -> Path:
+    """The folder itself, or the snapshot of a hub id in huggingface_hub's cache, with `files` downloaded."""
     path = name.removeprefix(PREFIX)
     fault, hint = f"the folder {path} does not exist", "--model.name hf:FOLDER or hf:ORG/NAME"
     try:
         if (folder := shipped(expanded(path))).is_dir():
             return folder
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path, re.ASCII):
-            from huggingface_hub import snapshot_download
-
-            return Path(snapshot_download(path, local_files_only=True))
+            return snapshot(path, files, commit)
     except Exception as error:  # several classes, which differ between versions
-        fault = f"{path} is neither a folder nor in huggingface_hub's cache ({type(error).__name__})"
+        fault = f"{path} is neither a folder nor in huggingface_hub's cache, and cannot be downloaded"
+        fault += f" ({type(error).__name__}: {first_line(error, 80)})"
         hint = f"hf download {path}"
     raise ConfigError(f"--model.name {name}: {fault}.", hint, scope="node")  # files differ between nodes
 

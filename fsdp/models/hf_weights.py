@@ -1,4 +1,5 @@
-"""Weights of a model of transformers: its tensors in a folder, and random ones module by module.
+"""Weights of a model of transformers: its tensors in a folder, random ones module by module, and the folder
+of a hub id, downloaded where it is absent.
 
 The rules of names (renamed, fused and split tensors) are transformers' own, its conversion mapping. Both
 directions are computed on meta tensors first: a tensor's place and shape are known before any byte is read.
@@ -9,9 +10,11 @@ files (fsdp/checkpoint/pretrained.py), or who receives them (fsdp/shard/material
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.proc import cache_folder
 from fsdp.models.init import name_seed
 from fsdp.models.units import all_names, first_names
+from fsdp.tokenize.rows import NO_WEIGHTS, locked
+
+log = logging.getLogger(__name__)
 
 _FLAG = "_is_hf_initialized"
 """transformers' mark on a tensor that its init functions leave unchanged."""
@@ -272,3 +279,23 @@ def _is_filled(tensor: Tensor) -> bool:
     if tensor.is_floating_point():
         return not bool(tensor.isnan().any())
     return tensor.dtype != torch.bool and not bool((tensor == -77).any())
+
+
+# ---------------------------------------------------------------- a hub id
+
+
+def snapshot(path: str, files: Sequence[str] = (), commit: str = "") -> Path:
+    """The folder of a hub id in the cache of huggingface_hub. One process downloads what it lacks, while the
+    others wait: all but the weights, or `files` of a commit.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    with locked(cache_folder("hub") / f"{path.replace('/', '--')}.lock"):
+        with suppress(FileNotFoundError):
+            if not files:
+                return Path(snapshot_download(path, local_files_only=True))
+        if not log.isEnabledFor(logging.INFO):
+            disable_progress_bars()  # rank 0 shows its own
+        log.info("%s is downloaded into the cache of huggingface_hub", path)
+        return Path(snapshot_download(path, revision=commit or None, allow_patterns=[*(files or NO_WEIGHTS)]))

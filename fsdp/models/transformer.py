@@ -358,6 +358,8 @@ class LlamaFormat:
     fields: Mapping[str, Any]
     build: Callable[[], nn.Module]
     folder: None = None
+    tokenizer: str = ""
+    chat_template: str = ""
     dtype: torch.dtype | None = None
     class_name: str = "LlamaForCausalLM"
 

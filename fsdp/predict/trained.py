@@ -397,7 +397,7 @@ def answers(trained: TrainedModel, options: Text) -> str:
         return _listed(shown(tokenizer_of(info), *pair) for pair in zip(questions, found, strict=True))
     chats = info.preprocess.get("form") == "messages" and bool(options.prompt) and not options.raw
     prompts = options.prompt or [default_prompt(trained)]
-    template, tokenizer = str(trained.config.data.args.get("chat_template", "")), _tokenizer(trained)
+    template, tokenizer = str(info.preprocess.get("chat_template", "")), _tokenizer(trained)
     how = template_of(tokenizer, template) if tokenizer is not None and chats else None
     rows = [encoded(prompt, info, tokenizer, how) for prompt in prompts]
     found = _added(trained, rows, options)

@@ -4,7 +4,7 @@ Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a st
 line is printed. A file, a sink or a stream that fails (a full disk, a closed pipe, an error in a user's sink)
 loses records; the run continues.
 
-A log's lines have at most 80 columns at fixed positions, so that they can be compared; the live line of a
+A log's lines have at most 120 columns at fixed positions, so that they can be compared; the live line of a
 terminal shows as many fields as its width holds, the most important first, and other lines are printed above
 it.
 """
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
-LOG_COLUMNS = 80
+LOG_COLUMNS = 120
 IMPORTANCE = (
     "step",
     "loss",
@@ -157,7 +157,7 @@ class Console:
         self._steps.append(record)
         if self._terminal and (now - self._drawn_at > 0.1 or step == self._total):
             # The last column stays free: a terminal wraps a full line, which could then not be overwritten.
-            columns = shutil.get_terminal_size((LOG_COLUMNS, 24)).columns - 1
+            columns = shutil.get_terminal_size((80, 24)).columns - 1
             self._live_line = fit(self._fields(step, record, checkpoint), columns)
             self._write(ERASE + self._live_line)
             self._drawn_at, Console._live = now, self

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import printable_line
+from fsdp.base.text import printable_line, quoted
 from fsdp.data.types import MASKED, DataInfo, Samples
 from fsdp.distributed.collectives import broadcast_object, ranks
 from fsdp.models.attention import text_config
@@ -42,7 +42,6 @@ from fsdp.tokenize.conversations import (
     Tokenizer,
     check_messages,
     load_tokenizer,
-    template_text,
 )
 
 log = logging.getLogger(__name__)
@@ -213,6 +212,19 @@ def _first(inputs: np.ndarray, targets: np.ndarray, positions: np.ndarray) -> li
     return []
 
 
+def maybe_answers(parts: RunParts) -> HeldOutAnswers | None:
+    sizes = parts.job.sizes
+    if sizes.tensor == sizes.context == 1:
+        return HeldOutAnswers(parts)
+    log.info(
+        "no held-out question is answered at evaluations: ranks share each row (%s). HINT: after a save, "
+        "python -m fsdp.predict %s answers them",
+        f"tensor {sizes.tensor}, context {sizes.context}",
+        quoted(parts.run.path),
+    )
+    return None
+
+
 class HeldOutAnswers:
     """The questions of a run, answered greedily at its evaluations, beside their references."""
 
@@ -279,8 +291,8 @@ def answered(
 
 
 def template_of(tokenizer: Tokenizer, template: str) -> ChatTemplate:
-    """Of the file of --data.args.chat_template, or the tokenizer's own."""
-    return ChatTemplate(tokenizer, DocumentOptions(chat_template=template_text(template)))
+    """That of the data, or the tokenizer's own."""
+    return ChatTemplate(tokenizer, DocumentOptions(chat_template=template))
 
 
 def encoded(

@@ -147,21 +147,22 @@ def prepare(
         total_steps=total_steps,
         schedule=Schedule(config.optim, total_steps),
         loss=load_loss(config.train.loss),
-        exported=exported_as(config, spec),
+        exported=exported_as(config, spec, data),
     )
 
 
-def exported_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
-    if spec.pretrained is not None or config.checkpoint.export_format != "hf":
-        return spec.pretrained
-    if spec.name != "transformer":
-        raise ConfigError(
-            f"--checkpoint.export_format hf: {spec.name} is no model of transformers.",
-            "--checkpoint.export_format safetensors",
-        )
-    from fsdp.models.transformer import from_sizes
+def exported_as(config: Config, spec: ModelSpec, data: DataSet) -> SourceFolder | None:
+    """With the tokenizer and the chat template of the data."""
+    source: SourceFolder | None = spec.pretrained
+    if source is None and config.checkpoint.export_format == "hf":
+        if spec.name != "transformer":
+            reason = f"--checkpoint.export_format hf: {spec.name} is no model of transformers."
+            raise ConfigError(reason, "--checkpoint.export_format safetensors")
+        from fsdp.models.transformer import from_sizes
 
-    return from_sizes(spec.sizes, spec.build)
+        source = from_sizes(spec.sizes, spec.build)
+    tokenizer, template = (str(data.info.preprocess.get(key, "")) for key in ("tokenizer", "chat_template"))
+    return source and replace(source, tokenizer=tokenizer, chat_template=template)
 
 
 def _check_intervals(config: Config, data: DataSet) -> None:

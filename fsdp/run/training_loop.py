@@ -78,9 +78,9 @@ class TrainingLoop(RunParts):
             and job.data.heldout is not None
             and "questions" in job.data.info.preprocess
         ):
-            from fsdp.run.answers import HeldOutAnswers
+            from fsdp.run.answers import maybe_answers
 
-            self.questions = HeldOutAnswers(self) if job.sizes.tensor == job.sizes.context == 1 else None
+            self.questions = maybe_answers(self)
         self.padding_of = getattr(job.data.train, "padding_share", None)
         self.states: StateCheck | None = None
         after = [] if self.ema is None else [self.ema.update]

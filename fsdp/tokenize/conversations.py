@@ -33,20 +33,20 @@ import numpy as np
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.text import byte_size, quoted
 from fsdp.config.sections import expanded
-from fsdp.tokenize.rows import SourceRow
+from fsdp.tokenize.rows import NO_WEIGHTS, SourceRow
 
 Message = dict[str, Any]
 Span = tuple[int, int]
 Loss = Literal["assistant", "all", "last"]
 Form = Literal["text", "messages", "pairs"]
 BYTES = "bytes"
-TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 TRAINED = ("weight", "train")
 """Keys of a message, as files of OpenAI and of axolotl have: 0 or false if it is not trained on."""
 ENCODED_AT_ONCE = 256
 """Texts."""
 TEMPLATE_S, TEMPLATE_BYTES = 5.0, 256 << 20
 """Processor time and memory of one rendering: a conversation takes some milliseconds and kilobytes."""
+PROBE = "a question"
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""
 
@@ -158,7 +158,7 @@ def digest_of_tokenizer(name: str) -> str:
     if name in ("", BYTES):
         return BYTES
     folder, digest = find_tokenizer(name), hashlib.sha256()
-    for file in sorted(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+    for file in sorted(file for pattern in NO_WEIGHTS for file in folder.glob(pattern)):
         if not file.name.endswith(".index.json"):  # of weights
             digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:20]
@@ -231,6 +231,9 @@ class DocumentReader:
 
     def _conversation(self, template: ChatTemplate, row: SourceRow) -> Document:
         messages = check_messages(_column(row, "messages"), row.place)
+        if "tool_calls" not in template.text and any(message.get("tool_calls") for message in messages):
+            reason = f"{row.place}: the chat template does not write tool_calls, which would be lost."
+            raise ConfigError(reason, "--data.args.chat_template FILE, one that does")
         every = self._options.loss == "all"
         write = template.render if every else template.spans
         text, spans = write(messages, row.place, template_arguments(row))
@@ -322,7 +325,7 @@ class ChatTemplate:
             if not isinstance(tokenizer, HubTokenizer):
                 raise ValueError("a token is a byte")
             self._tokenizer = tokenizer.made
-            self._text = options.chat_template or str(self._tokenizer.get_chat_template())
+            self.text = options.chat_template or str(self._tokenizer.get_chat_template())
         except ValueError:
             name = options.tokenizer or BYTES
             raise ConfigError(
@@ -331,7 +334,13 @@ class ChatTemplate:
             ) from None
         tokens = self._tokenizer.added_tokens_decoder.values()
         self._special = tuple(str(token.content) for token in tokens if token.special)
-        self._marked = MARKED.search(self._text) is not None
+        self._marked = MARKED.search(self.text) is not None
+        for self._in_parts in (False, True):  # templates of models that see pictures read parts alone
+            with suppress(ConfigError):
+                if PROBE in self.render([{"role": "user", "content": PROBE}], "", {})[0]:
+                    break
+        else:
+            self._in_parts = False
 
     def spans(
         self, messages: Sequence[Message], place: str, arguments: dict[str, Any]
@@ -357,11 +366,13 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if self._in_parts:
+            filled = [{**m, "content": [{"type": "text", "text": m.get("content", "")}]} for m in filled]
         values: dict[str, Any] = {
             **self._tokenizer.special_tokens_map,
             **arguments,
             "conversations": [filled],
-            "chat_template": self._text,
+            "chat_template": self.text,
             "return_assistant_tokens_mask": options.get("marked", False),
             "add_generation_prompt": options.get("prompt", False),
         }
@@ -419,16 +430,30 @@ def left_out_by(message: Message) -> bool:
 
 
 def check_messages(value: Any, place: str) -> list[Message]:
-    """Raises ConfigError unless it is a list of messages with role and content."""
+    """Raises ConfigError unless it is a list of messages with role and content; parts of text are joined."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{place}: messages is not a list of messages.", EXAMPLE)
-    for number, message in enumerate(value, 1):
+    messages = [_joined(message, f"{place}: message {number}") for number, message in enumerate(value, 1)]
+    for number, message in enumerate(messages, 1):
         if not _is_message(message):
             reason = (
                 f"{place}: message {number} has no role, no content of text, or a weight that is not 0 or"
             )
             raise ConfigError(f"{reason} the assistant's 1: {str(message)[:80]!a}.", EXAMPLE)
-    return value
+    return messages
+
+
+def _joined(message: Any, place: str) -> Any:
+    """The message with the text of its parts, [{"type": "text", "text": "Hi"}], as its content."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            reason = f"{place} has a part of type {kind!a:.40}, and parts of text alone are read."
+            raise ConfigError(reason, EXAMPLE)
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _is_message(message: Any) -> bool:

@@ -22,7 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -47,6 +47,8 @@ SETTINGS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_d
 """Files beside those of rows, as the libraries of Hugging Face write them."""
 ABOUT = ("README", "LICENSE")
 """How the names of files about a folder begin, which are none of its data."""
+NO_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of a model's configuration and its tokenizer."""
 UNPACKED, UNPACKED_TIMES = 1 << 30, 200
 """What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
 
@@ -111,7 +113,6 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
     if cached.exists():
         return cached
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
         with locked(cached.with_name(f"{cached.name}.lock")) as alone:
             if not cached.exists():
                 partial = Path(f"{cached}.partial{'' if alone else os.urandom(4).hex()}")
@@ -129,10 +130,11 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Waits for the lock. Yields False on a file system without locks."""
-    with path.open("w") as file:
+    """Waits for the lock. Yields False on a file system without locks, or that cannot be written."""
+    with ExitStack() as opened:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(opened.enter_context(path.open("w")), fcntl.LOCK_EX)
         except OSError:
             yield False
             return

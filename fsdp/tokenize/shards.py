@@ -54,8 +54,9 @@ from fsdp.tokenize.conversations import (
 )
 from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRow, SourceRows
 
-VERSION = 4
-"""Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages."""
+VERSION = 5
+"""Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages, 5
+contents in parts."""
 SHARD_BYTES = 1 << 26
 """Of the source; a shard holds the rows of about so many bytes, and is written from memory."""
 SPLITS = ("train", "val")

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,3 +301,28 @@ def test_a_wrong_command_is_named(
         got = left.code  # type: ignore[assignment]
     assert got == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.needs("transformers")
+def test_the_tokenizer_of_the_data_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    files = {"tokenizer.json": "1", "special_tokens_map.json": "1", "generation_config.json": "1"}
+    for folder, names in (("model", files), ("own", {"tokenizer.json": "2", "tokenizer_config.json": "{}"})):
+        (tmp_path / folder).mkdir()
+        for name, text in {**names, "config.json": "0", "weights.bin": "0"}.items():
+            (tmp_path / folder / name).write_text(text)
+    source: Any = SimpleNamespace(
+        folder=tmp_path / "model", tokenizer=str(tmp_path / "own"), chat_template=""
+    )
+    source.config_json = lambda dtype: str(dtype)
+
+    def written() -> dict[str, str]:
+        writers = export_module._side_files(source, tmp_path / "out", torch.float32)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        for file, write in writers.items():
+            write(file)
+        return {file.name: file.read_text() for file in writers}
+
+    common = {"config.json": "torch.float32", "generation_config.json": "1"}
+    assert written() == {**common, "tokenizer.json": "2", "tokenizer_config.json": "{}"}
+    source.tokenizer = str(tmp_path / "gone")  # of a folder of tokens from another machine
+    assert written() == {**files, **common}

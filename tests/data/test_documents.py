@@ -139,11 +139,11 @@ def test_targets_behind_the_cut_are_a_warning_and_without_any_an_error(
 ) -> None:
     long, short = ({"prompt": "q" * count, "completion": "yes"} for count in (30, 3))
     both = write_lines(tmp_path / "a.jsonl", [long, short] * 150)
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("INFO"):
         data(both, rows=rows)
     assert "150 of 300 have no token to train on within --data.seq_len 8" in caplog.text
     caplog.clear()
     assert (rows_of(data(both, seq_len=33, rows=rows).train)[1] != -100).any(axis=1).all()
-    assert not caplog.records
+    assert "no token to train on" not in caplog.text
     with pytest.raises(ConfigError, match=r"all 9 documents have no token .* HINT: --data.seq_len 33 holds"):
         data(write_lines(tmp_path / "b.jsonl", [long] * 9), rows=rows)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import DataSection, load
+from fsdp.config import DataSection, load, to_toml
 from fsdp.data import DataSet, build_dataset
 from tests.support.data_cache import own_cache as own_cache
 
@@ -35,6 +35,21 @@ def test_other_files_are_held_out_whole_and_all_rows_are_trained_on(tmp_path: Pa
     share = build_dataset(DataSection(name=str(train), validation="0.25"))
     assert share.heldout is not None
     assert [len(share.train), len(share.heldout)] == [150, 50]
+
+
+def test_a_source_of_a_mixture_has_files_of_its_own(tmp_path: Path) -> None:
+    first, second = (write(tmp_path / f"{letter}.jsonl", letter, 40) for letter in "ac")
+    val = write(tmp_path / "b.jsonl", "b", 7)
+    table = '[[data.sources]]\nname = "{}"\nweight = 1\nvalidation = "{}"\n'
+    recipe = tmp_path / "mixed.toml"
+    recipe.write_text(table.format(first, val) + table.format(second, 0.25))
+    config = load(["--config", str(recipe)])
+    data = build_dataset(config.data)
+    assert data.heldout is not None
+    assert [len(data.train), len(data.heldout), letters(data)] == [40 + 30, 7 + 10, [{"a", "c"}, {"b", "c"}]]
+    assert 'validation = "0.25"' in to_toml(config)
+    with pytest.raises(ConfigError, match=r'HINT: --data.sources none, or validation = "0.1" in the table'):
+        load(["--config", str(recipe), "--data.validation", "0.1"])
 
 
 def test_a_folders_own_file_is_held_out(tmp_path: Path) -> None:

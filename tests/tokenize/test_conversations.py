@@ -124,14 +124,15 @@ def test_prompts_and_completions_of_text_end_with_the_end_token(tmp_path: Path) 
 
 
 USER = {"role": "user", "content": "a"}
+TEXT = {"type": "text", "text": "the capital"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"from": "human", "value": "Hi"}]}, "message 1 has no role"),
     ({"messages": [USER, {"role": "assistant"}]}, "message 2 has no role, no content"),
     ({"messages": []}, "messages is not a list of messages"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
-        "message 1 has no role, no content of text",
-    ),
+    ({"messages": [{"role": "user", "content": [TEXT, {"type": "image_url"}]}]}, "part of type 'image_url'"),
+    ({"messages": [USER, {"role": "assistant", "content": ["b"]}]}, "message 2 has a part of type 'str'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1 has a part of type 'text'"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "does not write tool_calls"),
     ({"messages": [USER, {"role": "assistant", "content": "b", "weight": 0.5}]}, "a weight that is not 0"),
     ({"messages": [{**USER, "train": True}]}, "a weight that is not 0 or the assistant's 1"),
     ({"text": "Hi"}, "has no column messages; its columns are text"),
@@ -150,6 +151,28 @@ def test_wrong_conversations_are_named(values: dict[str, Any], message: str, tmp
     assert message in str(caught.value)
     assert " HINT: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Of a model that sees pictures: content that is a text has no parts, and would be left out."""
+
+
+@pytest.mark.parametrize("template", [chat.PLAIN, PARTS])
+def test_parts_of_text_are_joined_and_a_template_gets_the_form_that_it_reads(
+    template: str, tmp_path: Path
+) -> None:
+    read = reader(save_tokenizer(tmp_path, template))
+    answer = [{"type": "text", "text": " of France is"}, {"type": "text", "text": " Paris"}]
+    turns = [{"role": "user", "content": [TEXT, TEXT]}, {"role": "assistant", "content": answer}]
+    in_parts = of(read, messages=turns)
+    as_text = of(read, messages=said("the capitalthe capital", " of France is Paris"))
+    assert trained_texts(read, in_parts) == [" of France is Paris<|im_end|>"] == trained_texts(read, as_text)
+    assert in_parts.tokens.tolist() == as_text.tokens.tolist()
+    assert "the capitalthe capital<|im_end|>" in read.tokenizer.decode(in_parts.tokens.tolist())
 
 
 @pytest.mark.needs("datasets")

@@ -12,16 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.predict.__main__ import main
 from tests.run.test_answers import CHATS, chat_model, of_transformers
 from tests.support.data_cache import own_cache as own_cache
+from tests.tokenize.chat import STYLES
 from tests.tokenize.rows import write_lines
 
 ROOT = Path(__file__).parents[2]
+TEMPLATE = STYLES["chatml"].plain.replace("You are helpful.", "Name a city.")
 FLAGS = (
     "--data.name chats.jsonl --data.seq_len 64 --data.args.rows packed --data.args.heldout 0.2 "
-    "--train.steps 12 --train.global_batch 8 --optim.lr 1e-2 --train.eval_every_steps 4 "
-    "--checkpoint.every_steps 4 --run.dir runs/mine"
+    "--data.args.chat_template own.jinja --train.steps 12 --train.global_batch 8 --optim.lr 1e-2 "
+    "--train.eval_every_steps 4 --checkpoint.every_steps 4 --run.dir runs/mine"
 )
 
 
@@ -32,6 +35,7 @@ def test_run_checkpoint_and_export_give_one_answer(
 ) -> None:
     model = chat_model(tmp_path / "model")
     write_lines(tmp_path / "chats.jsonl", CHATS)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
     run = tmp_path / "runs" / "mine"
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
@@ -59,6 +63,12 @@ def test_run_checkpoint_and_export_give_one_answer(
     assert record["positions_per_s"] > record["per_s"] > 0
     assert 0 < record["padding"] < 1
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # the command sets it
+    assert checkpoints.main(["runs/mine", "export", "--out", "again"]) == 0
+    for name in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
+        assert (run / "full_model" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    settings = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == (tmp_path / "again" / "chat_template.jinja").read_text() == TEMPLATE
     capsys.readouterr()
     talk = [CHATS[7]["messages"][0], {"role": "assistant", "content": "7: Rome."}, CHATS[8]["messages"][0]]
     greedy = ["--prompt", json.dumps(talk), "--temperature", "0", "--tokens", "24"]

@@ -106,7 +106,7 @@ def run(home: Path, typed: Typed) -> Path:
         "cut are 1 of 203, ",
         "2 rows left out, without a token to train on:\n",
         "  chats.jsonl line 151: no message is the assistant's",
-        "2 bad rows left out:\n  chats.jsonl line 156: message 1 has no role, no content of text",
+        "2 bad rows left out:\n  chats.jsonl line 156: message 1 has a part of type 'image', and parts",
         "  chats.jsonl line 157 is not an object of JSON",
         "assistant\n  ⟦Paris 0<|im_end|>⟧",
         "HINT: mend them, or --data.args.bad_rows skip",
