@@ -55,6 +55,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "nbclient": functools.partial(_package, "nbclient"),
     "kubeflow_trainer_api": functools.partial(_package, "kubeflow_trainer_api"),
     "ipykernel": functools.partial(_package, "ipykernel"),
+    "lm_eval": functools.partial(_package, "lm_eval"),
     "mlflow": functools.partial(_package, "mlflow"),
     "datasets": functools.partial(_package, "datasets"),
     "peft": functools.partial(_package, "peft"),
