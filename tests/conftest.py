@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import needs
+from tests.support import hints, needs
 
 HERE = Path(__file__).parent
 LONGEST = (
@@ -30,9 +30,10 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs from this process and its children, except under `pytest -m cuda`."""
+    """Hides GPUs from this process and its children, except under `pytest -m cuda`; hints are checked."""
     if config.getoption("markexpr") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        hints.check_each()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

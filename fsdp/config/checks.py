@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
@@ -322,11 +321,11 @@ def _texts(config: Config) -> Problems:
         yield f"--model.weights {weights} does not exist.", "a .pt or .safetensors file, or a folder"
     if "://" in run_dir:
         place = re.sub(r"(?<=://).*@", "", run_dir)  # a key of the store is no part of a message
-        yield (
-            f"--run.dir {place} is not a folder, and run directories are.",
-            f"--run.dir runs/{shlex.quote(Path(place).name)} --checkpoint.dir {shlex.quote(place)}, from "
-            "which any machine resumes",
+        flags = (
+            f"--run.dir runs/{shlex.quote(place.rpartition('/')[2])} --checkpoint.dir {shlex.quote(place)}"
         )
+        fault = f"--run.dir {place} is not a folder, and run directories are."
+        yield fault, f"{flags}, from which any machine resumes"
 
 
 def _ray(config: Config) -> Problems:

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.base.devices import set_thread_device, thread_device
@@ -76,6 +77,8 @@ class Loader:
         self._about, self._cut = about, cut
         self.samples, self.cursor, self._source_of = samples, cursor, source_of
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
+        # context and tensor ranks of one data index read the same rows
+        self._name = f"rank {dist.get_rank() if dist.is_initialized() else rank.index}"
         self._pin = pin
         self._masks: dict[int, Tensor] = {}
         on_cuda = workers > 0 and device is not None and device.type == "cuda"
@@ -104,7 +107,7 @@ class Loader:
 
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
         rows = pad(part, self.micro_batch, spare)
-        data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step + 1}")
+        data = read_batch(self.samples, rows, f"{self._name}, step {step + 1}")
         data = data if self._cut is None else self._cut(data)
         mask = self._mask(len(part))
         counted = count_tokens(data, mask)

@@ -22,6 +22,7 @@ from fsdp.base.text import byte_size, columns
 from fsdp.base.torch_private import FakeTensorMode, convert_tensors
 from fsdp.config import Config
 from fsdp.distributed.boxes import gathered_numel, local_tensor
+from fsdp.distributed.mesh import MeshSizes
 from fsdp.memory.account import OomContext, OomFacts, largest_first, resting_bytes
 from fsdp.memory.storages import StorageTracker
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
@@ -174,6 +175,7 @@ def _estimate(
     head = ChunkedHead(model, loss_chunk, z_loss=z_loss) if loss_chunk else None
     loss_function = LossFunction(model, context.loss, head, z_loss=z_loss)
     memory = dataclasses.replace(config.memory, activation_checkpointing=checkpointing, activation_budget=1.0)
+    share = tensor_share(model, context.sharded.sizes)
 
     def empty(tensor: Tensor) -> Tensor:
         dtype = param if tensor.is_floating_point() else tensor.dtype
@@ -190,9 +192,26 @@ def _estimate(
             tracker.phase("backward", 1)
             parts.loss_sum.backward()
             tracker.phase("end", 1)
-    # what tensor ranks divide of them is counted whole
     most = max(kinds["activations"] for _, _, kinds in tracker.moments())
-    return most // context.sharded.sizes.context
+    return round(most * share / context.sharded.sizes.context)
+
+
+def tensor_share(model: nn.Module, sizes: MeshSizes) -> float:
+    """The part of a plain model's activations that each tensor rank has, by the widths of its layers: what a
+    layer returns or receives in parts, against what is whole. The planner traces them.
+    """
+    if sizes.tensor == 1:
+        return 1.0
+    from fsdp.shard.tensor import DIMS, plan_of
+
+    plan, divided, whole = plan_of(model, sizes), 0, dict[tuple[str, int], int]()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and (dim := DIMS.get(plan.get(name, ""))) is not None:
+            divided += parameter.shape[dim]
+            # those of one module receive the same input
+            whole[name.rpartition(".")[0].rpartition(".")[0], dim] = parameter.shape[1 - dim]
+    both = divided + sum(whole.values())
+    return (both - divided * (1 - 1 / sizes.tensor)) / max(1, both)
 
 
 # ---------------------------------------------------------------- what to change

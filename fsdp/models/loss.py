@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fsdp.models.chunked_loss import ChunkedHead
     from fsdp.models.hf import HfEntropy
 
+SAME_LOSSES = "return the same ones at each call, as 0 * x.sum() what a batch has no part in"
 LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
 PART = "loss/"
@@ -279,6 +280,8 @@ class LossFunction:
         """Of the last call in training: whether the model adds to its cross entropy (see 2 above)."""
         self.parts: dict[bool, tuple[str, ...]] = {}
         """The names of the losses of a model that returns several, in training (True) and in evaluation."""
+        self.compared = False
+        """Whether the ranks' names of losses were compared."""
         self._how = ""
 
     @property
@@ -407,11 +410,9 @@ class LossFunction:
         )
         names = self.parts.setdefault(torch.is_grad_enabled(), (*output.parts,))
         if names != (*output.parts,):
-            raise ConfigError(
-                f"the model returned {', '.join(output.parts)} as losses, and {', '.join(names)} before.",
-                "return the same ones at each call, as 0 * x.sum() what a batch has no part in",
-                scope="rank",
-            )
+            before, now = (", ".join(some) for some in (names, output.parts))
+            fault = f"the model returned {now} as losses, and {before} before."
+            raise ConfigError(fault, SAME_LOSSES, scope="rank")
         return LossParts(loss, correct, parts={n: v.detach() for n, v in zip(names, parts, strict=True)})
 
     def _weight(self, labels: Tensor | None, valid: Tensor) -> Tensor:

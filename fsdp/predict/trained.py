@@ -10,6 +10,7 @@ those of RUN/full_model; without one, prompts are token numbers. Generation: fsd
 from __future__ import annotations
 
 import functools
+import inspect as signatures
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ from fsdp.distributed.mesh import DataRank, MeshSizes, build_mesh
 from fsdp.distributed.process_group import process_group
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.hf import KERNELS
-from fsdp.models.loss import read_output
+from fsdp.models.loss import LABELS, read_output
 from fsdp.models.registry import PREFIX
 from fsdp.models.units import all_names
 from fsdp.run.answers import (
@@ -84,12 +85,17 @@ class TrainedModel:
     env: DistEnv
 
     @torch.no_grad()
-    def logits(self, inputs: Tensor) -> Tensor:
-        """The model's logits, on its device. Collective."""
+    def logits(self, inputs: Tensor, batch: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The model's logits, on its device; of a batch its forward gets the further fields by their names.
+        Collective.
+        """
         dtype = widest_floating(p.dtype for p in self.model.parameters())
-        output = read_output(
-            self.model(inputs.to(self.env.device, dtype if inputs.is_floating_point() else None))
-        )
+        takes = signatures.signature(self.model.forward).parameters.keys() - {"inputs", *LABELS}
+        named = {"": inputs} | {name: value for name, value in (batch or {}).items() if name in takes}
+        placed = {
+            n: v.to(self.env.device, dtype if v.is_floating_point() else None) for n, v in named.items()
+        }
+        output = read_output(self.model(placed.pop(""), **placed))
         logits = output.logits
         if logits is None or output.loss is not None:
             reason = f"--model.name {self.config.model.name} returns a loss and no logits."
@@ -340,7 +346,7 @@ def _of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Pre
             reason = f"--data.name {name} has no class for a sample, and its kind is not text."
             hint = "use the export with code of your own: this command predicts classes and generates text"
             raise ConfigError(reason, hint)
-        rows = zip(indices, _probabilities(trained, batch["inputs"]), targets, strict=True)
+        rows = zip(indices, _probabilities(trained, batch["inputs"], batch), targets, strict=True)
         predictions += [Prediction(f"sample {n}", p, int(truth)) for n, p, truth in rows]
     return predictions
 
@@ -351,8 +357,10 @@ def _of_files(trained: TrainedModel, files: Sequence[str], invert: bool) -> list
     return [Prediction(Path(file).name, probabilities, None) for file, probabilities in rows]
 
 
-def _probabilities(trained: TrainedModel, inputs: Tensor) -> Tensor:
-    return trained.logits(inputs).float().softmax(-1).cpu()
+def _probabilities(
+    trained: TrainedModel, inputs: Tensor, batch: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    return trained.logits(inputs, batch).float().softmax(-1).cpu()
 
 
 def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
@@ -378,7 +386,7 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
 def _correct(trained: TrainedModel, samples: Samples) -> int:
     right = 0
     for batch in heldout_batches(samples, batch=BATCH, rank=DataRank(0, 1), limit=0):
-        best = trained.logits(batch.data["inputs"]).argmax(-1).cpu()
+        best = trained.logits(batch.data["inputs"], batch.data).argmax(-1).cpu()
         right += int(((best == batch.data["targets"]) & batch.valid).sum())
     return right
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import Checkpointer
 from fsdp.data.types import Batch, DataInfo, StepBatch
-from fsdp.distributed.collectives import Sum, call_after_backward
-from fsdp.models.loss import LABELS, PART, LossFunction, LossParts
+from fsdp.distributed.collectives import Sum, all_gather_objects, call_after_backward
+from fsdp.models.loss import LABELS, PART, SAME_LOSSES, LossFunction, LossParts
 from fsdp.models.registry import ROW_POSITIONS
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
@@ -253,10 +253,21 @@ class BatchTotals(Totals):
     def reduce(self, numbers: Tensor, scaled: Tensor) -> None:
         if self._signed is not None:
             call_after_backward(scaled, self._signed)
+        if not self._loss_function.compared:
+            self._compare()
         if not self._counts:
             numbers = 0 * numbers  # a NaN stays one
         # On the host behind the backward: a sum during it takes gloo's threads a processor.
         self._sum = Sum(numbers.view(-1), behind=scaled if numbers.device.type == "cpu" else None)
+
+    def _compare(self) -> None:
+        """The sums are by place: in the first step ConfigError unless all ranks have the same losses."""
+        self._loss_function.compared = True
+        first, *others = all_gather_objects([*self._loss_function.parts.get(True, ())])
+        if rank := next((n for n, names in enumerate(others, 1) if names != first), 0):
+            here, there = (", ".join(names) or "one loss" for names in (first, others[rank - 1]))
+            fault = f"the model returned {here} on rank 0, and {there} on rank {rank}."
+            raise ConfigError(fault, SAME_LOSSES)
 
     def _factor(self) -> Tensor:
         weight = self._sum.wait()[1]

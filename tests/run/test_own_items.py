@@ -19,6 +19,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.data import Cursor
 from fsdp.models import build_real, resolve
 from fsdp.parity.__main__ import main
+from fsdp.predict.__main__ import main as predict
 from fsdp.run.job import prepare
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import failures, flags, run, settings
@@ -62,6 +63,12 @@ class Shifty(Losses):
         self.calls += 1
         found = super().forward(image, text, label)
         return found if self.calls < 3 else {"match": found["match"]}
+
+
+class Apart(Losses):
+    def forward(self, image: Tensor, text: Tensor, label: Tensor) -> Any:  # type: ignore[override]
+        names = ("match", "classify", "third")[torch.distributed.get_rank() :]
+        return {name: super(Losses, self).forward(image, text).mean() for name in names}
 
 
 def row(index: int) -> tuple[Tensor, Tensor, int]:
@@ -108,6 +115,10 @@ class Wrong(Dicts):
 
 def held() -> Any:
     return Dicts(), Dicts()
+
+
+def held_pairs() -> Any:
+    return Pairs(), Pairs()
 
 
 def words(model: str, data: str) -> str:
@@ -163,6 +174,20 @@ def test_each_loss_is_evaluated_and_a_trap_is_named(tmp_path: Path) -> None:
     (error, *_) = failures(1, tmp_path / "shifty", words("Shifty", "Dicts"))
     assert error is not None
     assert "returned match as losses, and classify, match before. HINT: return the same" in error
+
+
+def test_losses_that_differ_between_ranks_are_named_on_each(tmp_path: Path) -> None:
+    for error in failures(2, tmp_path, words("Apart", "Dicts")):
+        assert "classify, match, third on rank 0, and classify, third on rank 1. HINT: return" in str(error)
+
+
+def test_predict_passes_two_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for data in ("held", "held_pairs"):
+        finished = run(1, tmp_path / data, words("Two", data))
+        last = next(record for record in finished.records if "eval_loss" in record)
+        named = [word for name in ("Two", data) for word in ("--trust-code", f"{HERE}:{name}")]
+        assert predict([str(finished.run), *named]) == 0
+        assert f"accuracy  {last['eval_accuracy']:.2%} of the held-out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

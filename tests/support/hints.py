@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from fsdp.base.errors import ConfigError, ShardrunError, without_hint
@@ -149,11 +150,15 @@ def value_problems(hint: str) -> Iterator[str]:
             yield str(error)
 
 
-def problems(hint: str) -> list[str]:
-    """What in a hint cannot be typed."""
-    found = [flag_problem(name, hint) for name in FLAG.findall(hint)]
+def problems(hint: str, *, printed: bool = False) -> list[str]:
+    """What in a hint cannot be typed. `printed`: it has its values; flags of commands are in its source."""
+    found = [flag_problem(name, hint) for name in FLAG.findall(hint) if "." in name or not printed]
     found += [f"there is no {page}" for page in PAGE.findall(hint) if not (ROOT / page).exists()]
-    found += [command(module, words)[1] for module, words in TOOL.findall(hint) if HOLE not in words]
+    found += [
+        command(module, words)[1]
+        for module, words in TOOL.findall(hint)
+        if not re.search(HOLE + "|VALUE", words)
+    ]
     return [*filter(None, found), *value_problems(hint)]
 
 
@@ -180,3 +185,15 @@ def follow(words: Sequence[str], attempt: Callable[[Sequence[str]], object], mos
             assert message not in later, f"{shlex.join(words)}: {message} HINT: {hint} comes again"
         return [message, *later]
     return []
+
+
+def check_each() -> None:
+    """From now on each ShardrunError of this process and its forks has a hint that can be typed."""
+    init = ShardrunError.__init__
+
+    def checked(self: ShardrunError, message: str, hint: str | None = None, **more: Any) -> None:
+        init(self, message, hint, **more)
+        wrong = problems(hint, printed=True) if hint else []
+        assert not wrong, f"{message} HINT: {hint}: {wrong}"
+
+    ShardrunError.__init__ = checked  # type: ignore[method-assign]
