@@ -10,10 +10,10 @@ those of RUN/full_model; without one, prompts are token numbers. Generation: fsd
 from __future__ import annotations
 
 import functools
-import inspect as signatures
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,15 @@ class TrainedModel:
     env: DistEnv
 
     @torch.no_grad()
-    def logits(self, inputs: Tensor, batch: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The model's logits, on its device; of a batch its forward gets the further fields by their names.
-        Collective.
+    def logits(self, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """The model's logits, on its device, of inputs alone or of a batch, whose further fields its forward
+        gets by their names. Collective.
         """
-        dtype = widest_floating(p.dtype for p in self.model.parameters())
-        takes = signatures.signature(self.model.forward).parameters.keys() - {"inputs", *LABELS}
-        named = {"": inputs} | {name: value for name, value in (batch or {}).items() if name in takes}
-        placed = {
-            n: v.to(self.env.device, dtype if v.is_floating_point() else None) for n, v in named.items()
-        }
-        output = read_output(self.model(placed.pop(""), **placed))
+        named = {"inputs": batch} if isinstance(batch, Tensor) else batch
+        takes = signature(self.model.forward).parameters.keys() - {*LABELS}
+        dtype, device = widest_floating(p.dtype for p in self.model.parameters()), self.env.device
+        moved = {n: v.to(device, dtype if v.is_floating_point() else None) for n, v in named.items()}
+        output = read_output(self.model(moved.pop("inputs"), **{n: moved[n] for n in moved.keys() & takes}))
         logits = output.logits
         if logits is None or output.loss is not None:
             reason = f"--model.name {self.config.model.name} returns a loss and no logits."
@@ -342,11 +340,10 @@ def _of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Pre
         batch = samples.batch(indices)
         targets = batch.get("targets")
         if targets is None or targets.dim() != 1 or targets.is_floating_point():
-            name = trained.config.data.name
-            reason = f"--data.name {name} has no class for a sample, and its kind is not text."
+            reason = f"--data.name {trained.config.data.name} has no class for a sample, and is no text."
             hint = "use the export with code of your own: this command predicts classes and generates text"
             raise ConfigError(reason, hint)
-        rows = zip(indices, _probabilities(trained, batch["inputs"], batch), targets, strict=True)
+        rows = zip(indices, _probabilities(trained, batch), targets, strict=True)
         predictions += [Prediction(f"sample {n}", p, int(truth)) for n, p, truth in rows]
     return predictions
 
@@ -357,10 +354,8 @@ def _of_files(trained: TrainedModel, files: Sequence[str], invert: bool) -> list
     return [Prediction(Path(file).name, probabilities, None) for file, probabilities in rows]
 
 
-def _probabilities(
-    trained: TrainedModel, inputs: Tensor, batch: Mapping[str, Tensor] | None = None
-) -> Tensor:
-    return trained.logits(inputs, batch).float().softmax(-1).cpu()
+def _probabilities(trained: TrainedModel, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
+    return trained.logits(batch).float().softmax(-1).cpu()
 
 
 def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
@@ -368,8 +363,7 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
 
     preprocess = trained.data.info.preprocess
     if not {"mean", "std", "image_size", "channels"} <= preprocess.keys():
-        name = trained.config.data.name
-        reason = f"--image {file}: --data.name {name} has no preprocessing of image files."
+        reason = f"--image {file}: --data.name {trained.config.data.name} has no preprocessing of images."
         hint = "return a DataSet whose DataInfo.preprocess has image_size, channels, mean and std"
         raise ConfigError(reason, hint)
     try:
@@ -386,7 +380,7 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
 def _correct(trained: TrainedModel, samples: Samples) -> int:
     right = 0
     for batch in heldout_batches(samples, batch=BATCH, rank=DataRank(0, 1), limit=0):
-        best = trained.logits(batch.data["inputs"], batch.data).argmax(-1).cpu()
+        best = trained.logits(batch.data).argmax(-1).cpu()
         right += int(((best == batch.data["targets"]) & batch.valid).sum())
     return right
 
