@@ -56,6 +56,7 @@ PART ?=
 test-full: $(READY)
 	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests $(APART) -m "(long or needs) and not slurm and not ray" $(SHARED)
 	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests $(APART) -m "long and (slurm or ray)" -n 2 $(BY_FILE)
+	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests/walks -m long || [ $$? = 5 ] # 5: none in this part
 
 # The same tests on another torch, in an environment of its own. From PyPI it is a CUDA build: 5 GiB, about two minutes.
 TORCH ?= 2.15.0

@@ -33,7 +33,48 @@ def test_one_image_of_the_pinned_ray(job: dict[str, Any]) -> None:
     assert f"-t {image} ." in DOCKERFILE
     assert f"-t {image} ." in text_of(ROOT / "docs" / "first-kubernetes.md")
     assert job["spec"]["rayClusterSpec"]["rayVersion"] == PINNED["ray[train]"]
-    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
+FIELDS: dict[str, Any] = {
+    "apiVersion": "ray.io/v1",
+    "kind": "RayJob",
+    "metadata.name": str,
+    "spec.entrypoint": str,
+    "spec.shutdownAfterJobFinishes": bool,
+    "spec.ttlSecondsAfterFinished": int,
+    "spec.rayClusterSpec.rayVersion": str,
+    "spec.rayClusterSpec.authOptions.mode": "token",
+    "spec.rayClusterSpec.headGroupSpec.rayStartParams.dashboard-host": str,
+    "spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus": str,
+    "spec.rayClusterSpec.workerGroupSpecs.groupName": str,
+    **dict.fromkeys(
+        [
+            f"spec.rayClusterSpec.workerGroupSpecs.{name}"
+            for name in ("replicas", "minReplicas", "maxReplicas")
+        ],
+        int,
+    ),
+}
+"""Of rayjobs.ray.io in the CRD of KubeRay (August 2026), outside the pods: a type, or one of the values."""
+
+
+def fields(value: Any, path: str = "") -> dict[str, Any]:
+    if path.endswith(".template"):
+        return {}
+    if isinstance(value, list):
+        return {name: leaf for item in value for name, leaf in fields(item, path).items()}
+    if not isinstance(value, dict):
+        return {path: value}
+    pairs = ((f"{path}.{name}".lstrip("."), item) for name, item in value.items())
+    return {name: leaf for key, item in pairs for name, leaf in fields(item, key).items()}
+
+
+def test_the_rayjob_has_fields_of_kuberay(job: dict[str, Any]) -> None:
+    found = {
+        name: value if isinstance(FIELDS.get(name), str) else type(value)
+        for name, value in fields(job).items()
+    }
+    assert found == FIELDS
 
 
 def test_the_image_has_what_train_py_imports() -> None:

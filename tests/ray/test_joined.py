@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -63,18 +64,27 @@ def test_a_killed_worker_costs_at_most_one_interval(
     assert driver.err.count("restarting the workers (1 of 3)") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "client"),
+    [
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, ""),
+        pytest.param(signal.SIGINT, "ray://{}:10001", marks=pytest.mark.needs("grpcio")),
+    ],
+)
 def test_a_signal_at_the_driver_seals_a_checkpoint_and_leaves_with_0(
-    tmp_path: Path, joined: Cluster, undisturbed: Run, number: signal.Signals
+    tmp_path: Path, joined: Cluster, undisturbed: Run, number: signal.Signals, client: str
 ) -> None:
-    """ray.init and Ray's core replace a process's handler of SIGTERM."""
-    driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
+    """ray.init and Ray's core replace a process's handler of SIGTERM. Also by Ray Client."""
+    address = client.format(joined.address.partition(":")[0]) or joined.address
+    driver = Driver(tmp_path / "run", *SLOWLY, "--ray.address", address, cluster=joined)
     driver.until(5)
     driver.signal(number)
     run = driver.finish()
     stopped = max(run.steps)
     assert 5 <= stopped < STEPS
     assert f"stopped by {number.name} at step {stopped}" in driver.out
+    assert re.search(rf"^Ray \S+ at {address}: 2 workers", driver.err, re.MULTILINE), driver.err
     assert (run.path / "checkpoints" / f"step-{stopped:08}").is_dir()
     assert not (run.path / "STOP").exists()
     if number == signal.SIGTERM:

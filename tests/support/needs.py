@@ -56,6 +56,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "kubeflow_trainer_api": functools.partial(_package, "kubeflow_trainer_api"),
     "ipykernel": functools.partial(_package, "ipykernel"),
     "lm_eval": functools.partial(_package, "lm_eval"),
+    "grpcio": functools.partial(_package, "grpc"),
     "mlflow": functools.partial(_package, "mlflow"),
     "datasets": functools.partial(_package, "datasets"),
     "peft": functools.partial(_package, "peft"),

@@ -93,9 +93,7 @@ def test_the_lines_at_the_end_and_hints_of_a_finished_run(terminal: Terminal) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "before", ["torchrun --nproc_per_node=2 {}/train.py", pytest.param(LOCAL, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("before", ["torchrun --nproc_per_node=2 {}/train.py", LOCAL])
 def test_the_last_lines_of_a_failure_resume_the_run(before: str, terminal: Terminal) -> None:
     start = f"{before.format(ROOT)} --model.name mine:Fails --data.name digits --train.steps 12 --run.dir b"
     terminal.typed(f"{start} --train.stop_after 5")
