@@ -115,22 +115,15 @@ def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes
         fitting = "--mesh.replicate 0 --mesh.shard 0, which fit any number"
         if world_size % (mesh.context * mesh.tensor):
             fitting = " ".join(f"--mesh.{axis} 1" for axis in axes)
-        raise ConfigError(
-            f"{sizes.equation}, but {world_size} were started.", f"{fitting}, or start {sizes.ranks}"
-        )
+        fault = f"{sizes.equation}, but {world_size} were started."
+        raise ConfigError(fault, f"{fitting}, or start {sizes.ranks}")
     _check_reshard(mesh, sizes.weight_shards)
     copy = sizes.ranks // sizes.replicate
     if copy % sizes.expert or (sizes.expert > 1 and sizes.expert % sizes.tensor):
-        fits = max(
-            n
-            for n in range(1, copy + 1)
-            if not copy % n and (n == 1 or not n % sizes.tensor) and n <= sizes.expert
-        )
-        raise ConfigError(
-            f"--mesh.expert {sizes.expert} does not divide the {copy} ranks of a copy of the weights "
-            f"({sizes.equation}), or is no multiple of tensor {sizes.tensor}.",
-            f"--mesh.expert {fits}",
-        )
+        divisors = (n for n in range(2, sizes.expert + 1) if not copy % n and not n % sizes.tensor)
+        fault = f"--mesh.expert {sizes.expert} does not divide the {copy} ranks of a copy of the weights "
+        fault += f"({sizes.equation}), or is no multiple of tensor {sizes.tensor}."
+        raise ConfigError(fault, f"--mesh.expert {max(divisors, default=1)}")
     return sizes
 
 

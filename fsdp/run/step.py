@@ -257,8 +257,10 @@ class BatchTotals(Totals):
             self._compare()
         if not self._counts:
             numbers = 0 * numbers  # a NaN stays one
-        # On the host behind the backward: a sum during it takes gloo's threads a processor.
-        self._sum = Sum(numbers.view(-1), behind=scaled if numbers.device.type == "cpu" else None)
+        # On the host behind the backward: a sum during it takes gloo's threads a processor. Of DDP before it:
+        # behind, it would meet a bucket of the others where this rank skips a part of the model.
+        behind = scaled if numbers.device.type == "cpu" and self._signed is not None else None
+        self._sum = Sum(numbers.view(-1), behind=behind)
 
     def _compare(self) -> None:
         """The sums are by place: in the first step ConfigError unless all ranks have the same losses."""

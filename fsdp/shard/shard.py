@@ -187,9 +187,9 @@ class Sharded:
         except RuntimeError as error:
             named = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
             unused = [name for name, p in named.items() if p.grad is None]
-            what = f"the loss does not depend on {listed(unused)}"
-            fault = f"{what}, and --mesh.strategy ddp reduces every gradient."
             pattern = covering(unused, named)
+            what = f"the loss does not depend on {listed(pattern.split(','))}"
+            fault = f"{what}, and --mesh.strategy ddp reduces every gradient."
             hint = f"--mesh.strategy fsdp --mesh.unsharded '{pattern}', or --model.frozen '{pattern}'"
             raise ConfigError(fault, hint, scope="rank") from error
 

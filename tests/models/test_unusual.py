@@ -110,7 +110,7 @@ REFUSED = {
     "InStages": "requires_grad_(True) was called on blocks.1.norm.weight after the start",
     "Remembers": "a list or dictionary of a module keeps parameters as they were before sharding",
     "Lazy": "stem.weight has no shape before the first forward",
-    "Unused --mesh.strategy ddp": "does not depend on extra.weight, extra.bias",
+    "Unused --mesh.strategy ddp": "does not depend on extra.*, and",
     "Words --model.args.positions 5 --data.name {HERE}:sentences": "an embedding of the model is read",
     "Counting --memory.activation_checkpointing full": "the forward of a Counts changes calls in place",
     "Alternating --memory.activation_checkpointing full": "a unit's forward computes something else",

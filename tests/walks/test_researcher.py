@@ -149,6 +149,10 @@ def test_an_iterable_and_a_tower_that_some_batches_skip(clone: Path) -> None:
     said = typed(clone, f"{words} --train.steps 4 --train.global_batch 6 --run.dir hangs", code=1)
     assert "has left out vision.1, vision.2 in forward" in said
     assert "HINT: --mesh.unsharded 'vision.*' for a tower" in said
+    said = typed(clone, f"{words} --train.steps 4 --train.global_batch 6 --mesh.strategy ddp", code=1)
+    assert "the loss does not depend on vision.*, and" in said
+    assert "HINT: --mesh.strategy fsdp --mesh.unsharded 'vision.*', or" in said
+    assert "terminate called" not in said
     said, steps = resumed(clone, f"{words} --mesh.unsharded vision.*", 8)
     assert sorted(steps) == list(range(1, 9))
     assert "Lines has no state_dict: a resumed run reads it again" in said
