@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import counted
 from fsdp.data.tokens import TokenFile, TokenRow, format_of, raw_file, split_windows
 from fsdp.data.types import MASKED, DataSet, Samples, Where, check_range, text_info
 from fsdp.models.registry import PACKED, POSITIONS
@@ -273,10 +274,9 @@ class DocumentRows:
         self._filled = np.diff(filled, prepend=0) / seq_len
         """Each row's part that is no padding."""
         if len(self):
-            rows = (
-                f"{len(self):,} {'packed ' * packed}rows of {seq_len}: {self.padding_share(slice(None)):.2%}"
-            )
-            log.info("documents, %s: %s padding", split, rows)
+            rows = counted(len(self), "packed row" if packed else "row")
+            padding = self.padding_share(slice(None))
+            log.info("documents, %s: %s of %d: %.2f%% padding", split, rows, seq_len, 100 * padding)
 
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for number, file in enumerate(self._tokens.files):

@@ -186,7 +186,7 @@ class Console:
             "epoch": f"ep {record['epoch']:>5.2f}" if "epoch" in record else "",
             "grad": f"grad {record['grad_norm']:<6.3g}",
             "lr": f"lr {record['lr']:.1e}",
-            "rate": f"{shown:>4} {self._unit}/s",
+            "rate": f"{shown:>{10 if '/' in shown else 4}} {self._unit}/s",
             "mfu": f"{mfu / duration:>3.0%} MFU" if "mfu" in record else "",
             "memory": f"data {waited / duration:>3.0%}"
             if waited >= WAIT_SHOWN * duration

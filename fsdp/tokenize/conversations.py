@@ -266,7 +266,8 @@ def _column(row: SourceRow, name: str) -> Any:
     if name not in row.values:
         columns = ", ".join(map(str, row.values)) or "none"
         texts = [str(column) for column, value in row.values.items() if isinstance(value, str)]
-        hint = f"--data.args.text {quoted(texts[-1])}" if texts else f'{{"text": "Once"}}; or {EXAMPLE}'
+        hint = "rename a question to prompt and its answer to completion; or " * (len(texts) > 1)
+        hint += f"--data.args.text {quoted(texts[-1])}" if texts else f'{{"text": "Once"}}; or {EXAMPLE}'
         raise ConfigError(f"{row.place} has no column {name}; its columns are {columns}.", hint)
     return row.values[name]
 
@@ -418,7 +419,7 @@ def template_text(path: str) -> str:
         return expanded(path).read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError) as error:
         reason = f"--data.args.chat_template {path} cannot be read ({message_line(error)})."
-        raise ConfigError(reason, "a file with a Jinja template") from None
+        raise ConfigError(reason, "a file with a Jinja template; chat_template.jinja of an export") from None
 
 
 # ---------------------------------------------------------------- checks of a row's conversation
@@ -436,10 +437,8 @@ def check_messages(value: Any, place: str) -> list[Message]:
     messages = [_joined(message, f"{place}: message {number}") for number, message in enumerate(value, 1)]
     for number, message in enumerate(messages, 1):
         if not _is_message(message):
-            reason = (
-                f"{place}: message {number} has no role, no content of text, or a weight that is not 0 or"
-            )
-            raise ConfigError(f"{reason} the assistant's 1: {str(message)[:80]!a}.", EXAMPLE)
+            reason = f"{place}: message {number} has no role, no content of text, or a weight that is not 0"
+            raise ConfigError(f"{reason} or the assistant's 1: {str(message)[:80]!a}.", EXAMPLE)
     return messages
 
 

@@ -43,6 +43,7 @@ from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.base.text import counted
 from fsdp.rundir.history import replace_with, write_atomically
 from fsdp.tokenize.conversations import (
+    EXAMPLE,
     Document,
     DocumentOptions,
     DocumentReader,
@@ -136,8 +137,10 @@ def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
     }
     if not total["tokens"]:
         example = next((facts["rows"][0] for facts in reversed(left_out.values()) if facts["rows"]), "")
-        reason = f"{job.source} gives no token to train on in {total['empty'] + total['bad']} rows"
+        reason = f"{job.source} gives no token to train on in {counted(total['empty'] + total['bad'], 'row')}"
         hint = "rows with text, or with an assistant's message; or --data.args.loss all"
+        if not total["empty"]:
+            hint = f"mend the rows, or --data.args.chat_template FILE; {EXAMPLE}"
         raise ConfigError(f"{reason}{example and f': {example}'}.", hint)
     check_bad_rows(job, left_out)
     if json.loads(json.dumps(job.find().identity())) != key["files"]:

@@ -91,6 +91,9 @@ def test_a_log_has_one_plain_line_a_record_in_columns_that_stand_still() -> None
     assert all(len(line) <= LOG_COLUMNS and not ESCAPE.search(line) for line in lines)
     assert len({line.index("tok/s") for line in lines[:4]}) == 1
     assert all("left" in line and "GiB" in line for line in lines)
+    (padded,) = logged([metrics(epoch=0.5, padding=0.126, positions_per_s=312_000)])
+    for expected in ("ep  0.50", "grad 1.23", "lr 1.0e-03", "156k/312k tok/s", "13% padding", "left"):
+        assert expected in padded, padded
 
 
 # ---------------------------------------------------------------- streams that fail

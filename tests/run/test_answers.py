@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fsdp.predict.__main__ import main
-from fsdp.run.answers import held_out_questions
+from fsdp.run.answers import held_out_questions, maybe_answers
+from fsdp.rundir.history import RunDir
 from tests.support.data_cache import on_a_rank
 from tests.support.data_cache import own_cache as own_cache
 from tests.support.world import run_world
@@ -97,6 +99,19 @@ def test_answers_of_a_sharded_chat_model(kind: str, rows: str, tmp_path: Path, o
         assert row["question"] == question
         # in a batch the table of positions ends with the longest question
         assert row["answer"] == (answer if kind == "llama" else answer[: len(row["answer"])])
+
+
+def test_ranks_that_share_rows_say_at_the_start_why_nothing_is_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes = SimpleNamespace(tensor=2, context=1)
+    parts: Any = SimpleNamespace(job=SimpleNamespace(sizes=sizes), run=RunDir(Path("run")))
+    with caplog.at_level("INFO"):
+        assert maybe_answers(parts) is None
+    (line,) = caplog.messages
+    assert (
+        "ranks share each row (tensor 2, context 1). HINT: after a save, python -m fsdp.predict run" in line
+    )
 
 
 def test_a_model_without_generate_answers_pairs(

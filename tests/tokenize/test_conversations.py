@@ -136,6 +136,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "content": "b", "weight": 0.5}]}, "a weight that is not 0"),
     ({"messages": [{**USER, "train": True}]}, "a weight that is not 0 or the assistant's 1"),
     ({"text": "Hi"}, "has no column messages; its columns are text"),
+    (
+        {"question": "Hi", "answer": "b"},
+        "rename a question to prompt and its answer to completion; or --data.a",
+    ),
     ({"messages": said("a", system="b")}, "the chat template refuses the conversation: only user and"),
     ({"messages": said("a"), "tools": "[{"}, "tools are not JSON, or "),
     ({"messages": said("a"), "chat_template_kwargs": [1]}, "tools are not JSON, or chat_template_kwargs"),
