@@ -4,7 +4,7 @@ Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a st
 line is printed. A file, a sink or a stream that fails (a full disk, a closed pipe, an error in a user's sink)
 loses records; the run continues.
 
-A log's lines have at most 120 columns at fixed positions, so that they can be compared; the live line of a
+A log's lines have at most 132 columns at fixed positions, so that they can be compared; the live line of a
 terminal shows as many fields as its width holds, the most important first, and other lines are printed above
 it.
 """
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
-LOG_COLUMNS = 120
+LOG_COLUMNS = 132
 IMPORTANCE = (
     "step",
     "loss",
