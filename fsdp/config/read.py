@@ -51,6 +51,9 @@ MOST_BYTES = 1 << 20
 """Of a recipe, far above any real one: it may be a stranger's."""
 
 
+ONE_DATA_SET = ("data.name", "data.dir", "data.args", "data.validation")
+
+
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
     """Applies defaults, recipes (--config), flags in their order, then overrides, and checks the result.
 
@@ -59,6 +62,8 @@ def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Con
     values: dict[str, Any] = {}
     flags = list(pair_flags(argv))
     recipes = [pair for name, path in flags if name == "config" for pair in read_recipe(path).items()]
+    if dict(flags).get("data.sources", "none") != "none":  # a recipe's one data set gives way
+        recipes = [pair for pair in recipes if pair[0] not in ONE_DATA_SET]
     given = [*recipes, *(pair for pair in flags if pair[0] != "config"), *(overrides or {}).items()]
     last = {name: nth for nth, (name, _) in enumerate(given)}
     for nth, (name, value) in enumerate(given):

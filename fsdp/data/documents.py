@@ -118,8 +118,8 @@ def build(
         train, held = (DocumentRows(store, split, where.seq_len, rows == "packed") for split in SPLITS)
     tokenizer = where.tokenizer or store.tokenizer
     preprocess = {"tokenizer": tokenizer, "end": store.end}
-    if template := store.key.get("options", {}).get("chat_template"):
-        preprocess["chat_template"] = template
+    if store.form == "messages":  # of a mixture the first conversations' is exported
+        preprocess["chat_template"] = store.key.get("options", {}).get("chat_template", "")
     if store.form != "text":
         preprocess["form"] = store.form
         if store.masked and rows != "stream":

@@ -43,7 +43,10 @@ def test_a_source_of_a_mixture_has_files_of_its_own(tmp_path: Path) -> None:
     table = '[[data.sources]]\nname = "{}"\nweight = 1\nvalidation = "{}"\n'
     recipe = tmp_path / "mixed.toml"
     recipe.write_text(table.format(first, val) + table.format(second, 0.25))
-    config = load(["--config", str(recipe)])
+    one = tmp_path / "one.toml"
+    one.write_text('[data]\nname = "chats.jsonl"\nargs = {rows = "packed"}\nseq_len = 99\n')
+    config = load(["--config", str(one), "--data.sources", str(recipe)])
+    assert config.data.seq_len == 99
     data = build_dataset(config.data)
     assert data.heldout is not None
     assert [len(data.train), len(data.heldout), letters(data)] == [40 + 30, 7 + 10, [{"a", "c"}, {"b", "c"}]]
