@@ -217,8 +217,8 @@ def maybe_answers(parts: RunParts) -> HeldOutAnswers | None:
     if sizes.tensor == sizes.context == 1:
         return HeldOutAnswers(parts)
     log.info(
-        "no held-out question is answered at evaluations: ranks share each row (%s). HINT: after a save, "
-        "python -m fsdp.predict %s answers them",
+        "no held-out question is answered at evaluations: ranks share each row (%s). HINT: "
+        "python -m fsdp.predict %s, after a save, answers them",
         f"tensor {sizes.tensor}, context {sizes.context}",
         quoted(parts.run.path),
     )

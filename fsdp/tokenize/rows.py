@@ -22,7 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -131,14 +131,13 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Waits for the lock. Yields False on a file system without locks, or that cannot be written."""
+    alone = False
     with ExitStack() as opened:
-        try:
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(opened.enter_context(path.open("w")), fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True
+            alone = True
+        yield alone
 
 
 # ---------------------------------------------------------------- readers

@@ -109,9 +109,7 @@ def test_ranks_that_share_rows_say_at_the_start_why_nothing_is_answered(
     with caplog.at_level("INFO"):
         assert maybe_answers(parts) is None
     (line,) = caplog.messages
-    assert (
-        "ranks share each row (tensor 2, context 1). HINT: after a save, python -m fsdp.predict run" in line
-    )
+    assert "ranks share each row (tensor 2, context 1). HINT: python -m fsdp.predict run, after" in line
 
 
 def test_a_model_without_generate_answers_pairs(
