@@ -195,13 +195,16 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
         reader, other = Replayed(reader), Replayed(other)
     items = iter(reader)
     try:
-        next(items)
+        if next(items, None) is None:
+            raise ConfigError(f"--data.name {name}: {kind} yields no item.", "an __iter__ that yields items")
         state = json.dumps(reader.state_dict())
         expected = next(items, None)
         other.load_state_dict(json.loads(state))
         leaves = zip(tree_leaves(expected), tree_leaves(next(iter(other), None)), strict=True)
         same = all(torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) for a, b in leaves)
         problem = "" if same else "leads to another item in another reader"
+    except ConfigError:
+        raise
     except Exception as error:
         problem = f"or its first items, cannot be read: {one_line(error)}"
     if problem:

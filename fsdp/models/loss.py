@@ -202,6 +202,8 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
         second = output[1] if len(output) > 1 and isinstance(output[1], Tensor) else None
         if first.loss is not None and second is not None and second.dim() > 1:
             return Output(first.loss, second)
+        if first.loss is not None and second is not None and second.requires_grad and not second.dim():
+            raise ConfigError("the model returned several losses in a tuple.", "a dict of them, or their sum")
         if labelled and first.loss is None and second is not None and second.dim() == 0:
             return Output(second, first.logits)
         return first
@@ -210,6 +212,8 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
     fields = output.items() if isinstance(output, Mapping) else ()
     parts = {k: v for k, v in sorted(fields) if isinstance(v, Tensor) and not v.dim() and k != "loss"}
     if parts and loss is None and logits is None:
+        if rows := [k for k, v in fields if isinstance(v, Tensor) and v.dim() == 1 and v.requires_grad]:
+            raise ConfigError(f"{rows[0]}, a loss of the model, is not one number.", f"{rows[0]}.mean()")
         loss = functools.reduce(torch.add, parts.values())
     if isinstance(loss, Tensor) or (loss is None and isinstance(logits, Tensor)):
         return Output(loss, logits if isinstance(logits, Tensor) else None, parts)
@@ -459,9 +463,6 @@ class LossFunction:
 
 def _targets(data: Mapping[str, Tensor]) -> Tensor:
     if "targets" not in data:
-        raise ConfigError(
-            "the model returns logits and no loss, and the data have no targets: they have "
-            f"{', '.join(data)}.",
-            "targets, the token after each of inputs; labels are for a model whose forward takes them",
-        )
+        fault = f"the model returns logits and no loss, and the data have no targets, but {', '.join(data)}."
+        raise ConfigError(fault, 'targets in the data, or a loss beside logits: {"loss": a, "logits": b}')
     return data["targets"]

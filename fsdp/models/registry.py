@@ -161,6 +161,7 @@ def load_attribute(path: str, flag: str) -> Callable[..., Any]:
         raise ConfigError(f"{flag} {path}: there is no module {missing}.", hint) from error
     except Exception as error:
         hint = f'python -c "import {module_name}; print(dir({module_name}))"'
+        hint = nearest(attribute, dir(sys.modules.get(module_name)), f"{flag} {module_name}:{{}}", hint)
         raise ConfigError(f"{flag} {path}: importing it failed: {blame(error)}.", hint) from error
     if not callable(owner):
         kind = type(owner).__name__

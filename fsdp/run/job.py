@@ -224,8 +224,8 @@ def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor | Str
     if config.train.steps:
         return config.train.steps
     if data.stream is not None:
-        name = f"--data.name {config.data.name}"
-        raise ConfigError(f"{name} is a stream, which has no length in epochs.", "--train.steps 1000")
+        fault = f"--data.name {config.data.name} is a stream, which has no length in epochs."
+        raise ConfigError(fault, "--train.steps 1000 --train.epochs 0")
     if cursor.end is not None:
         return cursor.end
     if not config.train.epochs and data.info.default_steps:

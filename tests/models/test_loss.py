@@ -70,7 +70,7 @@ def test_a_loss_of_its_own_is_weighed_by_the_rows_that_count() -> None:
 def test_data_without_targets_are_named() -> None:
     """As the input_ids and labels of a data set of transformers, for a model that takes no labels."""
     model = Gives(lambda logits: logits)
-    with pytest.raises(ConfigError, match=r"no targets: they have inputs, labels\. HINT: targets, the"):
+    with pytest.raises(ConfigError, match=r"no targets, but inputs, labels\. HINT: targets in"):
         LossFunction(model)(model, {"inputs": INPUTS, "labels": TARGETS}, VALID, 2)
 
 

@@ -100,7 +100,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"name": "transformer", "facts": DIGITS}, "reads tokens, but the data holds images", "--data.name text"),
     ({"name": "transformer", "facts": BYTES, "vocab_size": 100}, "is too few", "--model.args.vocab_size 256"),
     ({"name": "my_modelz:net"}, "there is no module my_modelz", "PYTHONPATH"),
-    ({"name": "my_models:nett"}, "failed: AttributeError", "print(dir(my_models))"),
+    ({"name": "my_models:nett"}, "failed: AttributeError", "--model.name my_models:net"),
     ({"name": "my_models:net", "widht": 3, "facts": DIGITS}, "widht is not an argument", "args.width"),
     ({"name": "my_models:net"}, "my_models:net needs num_classes", "--model.args.num_classes VALUE"),
     ({"name": "my_models:breaks"}, "RuntimeError: no such shape", "meta device"),

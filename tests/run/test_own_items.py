@@ -65,6 +65,16 @@ class Shifty(Losses):
         return found if self.calls < 3 else {"match": found["match"]}
 
 
+class Vector(Losses):
+    def forward(self, image: Tensor, text: Tensor, label: Tensor) -> Any:  # type: ignore[override]
+        return {**super().forward(image, text, label), "size": self.left(image).square().mean(1)}
+
+
+class Several(Losses):
+    def forward(self, image: Tensor, text: Tensor, label: Tensor) -> Any:  # type: ignore[override]
+        return tuple(super().forward(image, text, label).values())
+
+
 class Apart(Losses):
     def forward(self, image: Tensor, text: Tensor, label: Tensor) -> Any:  # type: ignore[override]
         names = ("match", "classify", "third")[torch.distributed.get_rank() :]
@@ -171,9 +181,12 @@ def test_each_loss_is_evaluated_and_a_trap_is_named(tmp_path: Path) -> None:
     finished = run(2, tmp_path / "held", words("Losses", "held"))
     last = next(record for record in finished.records if "eval_loss" in record)
     assert last["eval_loss/match"] + last["eval_loss/classify"] == pytest.approx(last["eval_loss"])
-    (error, *_) = failures(1, tmp_path / "shifty", words("Shifty", "Dicts"))
-    assert error is not None
-    assert "returned match as losses, and classify, match before. HINT: return the same" in error
+    for model, message in (
+        ("Shifty", "returned match as losses, and classify, match before. HINT: return the same"),
+        ("Vector", "size, a loss of the model, is not one number. HINT: size.mean()"),
+        ("Several", "the model returned several losses in a tuple. HINT: a dict of them"),
+    ):
+        assert message in str(failures(1, tmp_path / model, words(model, "Dicts"))[0])
 
 
 def test_losses_that_differ_between_ranks_are_named_on_each(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def problems(hint: str, *, printed: bool = False) -> list[str]:
     found += [
         command(module, words)[1]
         for module, words in TOOL.findall(hint)
-        if not re.search(HOLE + "|VALUE", words)
+        if not re.search(HOLE + "|VALUE|%s", words)
     ]
     return [*filter(None, found), *value_problems(hint)]
 
