@@ -1,22 +1,22 @@
 """docs/tutorials.md: 107 rows, and each command runs.
 
-Rows of train.py run here on the pool's ranks with the flags as printed. Rows that test_commands.py types, and
-those that it lists with a test, are left to it.
+Rows of train.py are typed here as printed, with torchrun's ranks. Rows that test_commands.py types, and those
+that it lists with a test, are left to it.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
+import secrets
 from pathlib import Path
 
 import pytest
 
+from launch.node import free_port
+from tests.docs.conftest import typed
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import LONG, NOT_RUN, RUN
 from tests.support import needs
-from tests.support.runs import on_a_rank
-from tests.support.world import run_world
 
 PAGE = (ROOT / "docs" / "tutorials.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (.*) \| (.*) \| (?:`(.*)`|—) \| (.*) \|$", re.MULTILINE)
@@ -30,6 +30,7 @@ def is_elsewhere(command: str) -> bool:
 
 
 HERE = [command for command in COMMANDS if not is_elsewhere(command)]
+ON_RAY = [command for command in COMMANDS if command.startswith("python train.py --backend ray --ray.num")]
 
 
 def test_every_row_has_a_command_or_a_reason() -> None:
@@ -45,34 +46,25 @@ def test_the_tests_that_rows_name_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tutorials") / "RUN"
-    words = ["--run.dir", str(folder), "--config", str(ROOT / "recipes/text.toml"), "--train.steps", "2"]
-    assert run_world(2, on_a_rank, [*words, "--watch.enabled", "false"]) == [None, None]
-    return folder
-
-
-def filled(command: str, run: Path, folder: Path) -> list[str]:
-    """The words of a command, with the places that the page leaves to its reader."""
-    text = re.sub(r"\bRUN\b", str(run), command)
-    text = re.sub(r" scratch\b", f" {folder}/scratch", text).replace(" runs/", f" {folder}/runs/")
-    words = shlex.split(text.replace("recipes/", f"{ROOT}/recipes/"))
-    words += [] if "--run.dir" in words else ["--run.dir", f"{folder}/run"]
-    words += ["--train.eval_samples", "8"]  # all held-out text would take most of the time
-    watched = any(word.startswith("--watch.") for word in words)
-    return words if watched else [*words, "--watch.enabled", "false"]
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("command", [*HERE, *(pytest.param(row, marks=pytest.mark.ray) for row in ON_RAY)])
+def test_the_command_runs(command: str, place: Path, run: Path) -> None:
+    if "float8" in command:
+        needs.check("torchao")
+    (place / "scratch").mkdir(exist_ok=True)
+    done = typed(command, place)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("command", HERE)
-def test_the_command_runs(command: str, run: Path, tmp_path: Path) -> None:
-    found = TRAIN.fullmatch(command)
-    assert found is not None
-    ranks = int(found[1] or 1)
-    if "float8" in command:
-        needs.check("torchao")
-    (tmp_path / "scratch").mkdir()
-    words = filled(found[2], run, tmp_path)
-    assert run_world(ranks, on_a_rank, words) == [None] * ranks
+def test_several_nodes_by_torchrun(place: Path) -> None:
+    (first,) = (command for command in COMMANDS if "--nnodes=2" in command)
+    first = first.replace("HOST", "127.0.0.1").replace("29500", str(free_port(secrets.randbits(32))))
+    first = first.replace("torchrun", "python -m torch.distributed.run")
+    first += " --train.steps 4 --run.dir runs/nodes"
+    second = first.replace("--node_rank=0", "--node_rank=1")
+    done = typed(f"{second} & {first} && wait $!", place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hsdp, replicate 2 × shard 2 = 4 ranks" in done.stderr, done.stderr
