@@ -396,7 +396,7 @@ def import_torchvision() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed.", "pip install -r requirements.txt") from None
+        raise ConfigError(f"{error.name} is not installed.", f"pip install {error.name}") from None
 
 
 # ---------------------------------------------------------------- what a group of FSDP2 holds

@@ -137,7 +137,8 @@ def read_recipe(path: str) -> dict[str, Any]:
     if Path(path).suffix in FOREIGN_SUFFIXES:
         raise ConfigError(f"--config {path} is no recipe: recipes are TOML.", "docs/migrate.md")
     file = shipped(path)
-    values = dict(_flatten(_read_toml("--config", path, file, "compare it with recipes/digits.toml")))
+    like = f"compare it with {shipped('recipes/digits.toml')}"
+    values = dict(_flatten(_read_toml("--config", path, file, like)))
     for name in REMOVED.keys() & values.keys():
         if (value := values.pop(name)) != REMOVED[name][0]:
             _warn_once(f"{path}: {name} = {value} is left out: {_gone(name)}")
@@ -158,7 +159,8 @@ def _read_toml(flag: str, typed: str, file: Path, hint: str) -> dict[str, Any]:
         return tomllib.loads(data.decode("utf-8-sig"))
     except OSError as error:
         hint = f"ls -l {shlex.quote(typed)} shows who may read it"
-        hint = hint if isinstance(error, PermissionError) else "ls recipes/ lists the recipes that ship"
+        if not isinstance(error, PermissionError):
+            hint = f"ls {shlex.quote(str(shipped('recipes')))}/ lists the recipes that ship"
         raise ConfigError(f"{flag} {typed} cannot be read ({error.strerror}).", hint) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag} {typed} is not TOML: {error}.", hint) from None
@@ -286,10 +288,8 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
     if names:
         if text not in names and (choices or ":" not in text):
             more = "" if choices else " or package.module:function"
-            raise ConfigError(
-                f"--{spec.name} {value} is not one of {', '.join(names)}{more}.",
-                _choice_hint(spec, text, names),
-            )
+            fault = f"--{spec.name} {value} is not one of {', '.join(names)}{more}."
+            raise ConfigError(fault, _choice_hint(spec, text, names))
         return text
     if spec.type is bool:
         if text.lower() not in _TRUE | _FALSE:

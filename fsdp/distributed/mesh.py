@@ -152,11 +152,9 @@ def _fill(mesh: MeshSection, strategy: Strategy, data_ranks: int, num_nodes: int
 def _check_reshard(mesh: MeshSection, shard: int) -> None:
     policy = reshard_policy(mesh.reshard_after_forward)
     if isinstance(policy, int) and not isinstance(policy, bool) and shard % policy:
-        divisors = [n for n in range(1, shard + 1) if shard % n == 0]
-        raise ConfigError(
-            f"--mesh.reshard_after_forward {policy} does not divide shard {shard}.",
-            f"--mesh.reshard_after_forward {max(n for n in divisors if n <= max(policy, 1))}",
-        )
+        fits = max(n for n in range(1, policy + 1) if shard % n == 0 and n <= shard)
+        fault = f"--mesh.reshard_after_forward {policy} does not divide shard {shard}."
+        raise ConfigError(fault, f"--mesh.reshard_after_forward {fits}")
 
 
 def place_of(sizes: MeshSizes, rank: int) -> RankPlace:
@@ -215,9 +213,7 @@ def plan_batch(train: TrainSection, ranks: int) -> BatchPlan:
     share = -(-train.global_batch // ranks)
     micro = train.micro_batch or share
     if micro > share:
-        raise ConfigError(
-            f"--train.micro_batch {micro} is more than a rank's share: "
-            f"--train.global_batch {train.global_batch} over {ranks} ranks is {share}.",
-            f"--train.micro_batch {share}",
-        )
+        over = f"--train.global_batch {train.global_batch} over {ranks} ranks is {share}."
+        fault = f"--train.micro_batch {micro} is more than a rank's share: {over}"
+        raise ConfigError(fault, f"--train.micro_batch {share}")
     return BatchPlan(train.global_batch, micro, -(-share // micro))

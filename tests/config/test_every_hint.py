@@ -125,6 +125,15 @@ OF_A_JOB = (
 )
 
 
+def test_recipes_are_named_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text("[")
+    for name, place in (("nowhere.toml", "recipes"), ("bad.toml", "recipes/digits.toml")):
+        with pytest.raises(ConfigError) as error:
+            load(["--config", name])
+        assert f" {ROOT / place}" in str(error.value.hint)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_only_the_job_can_know(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
