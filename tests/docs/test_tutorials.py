@@ -48,7 +48,9 @@ def test_the_tests_that_rows_name_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("command", [*HERE, *(pytest.param(row, marks=pytest.mark.ray) for row in ON_RAY)])
+@pytest.mark.parametrize(
+    "command", [*HERE, *(pytest.param(row, marks=pytest.mark.ray) for row in ON_RAY)], ids=str
+)
 def test_the_command_runs(command: str, place: Path, run: Path) -> None:
     if "float8" in command:
         needs.check("torchao")
