@@ -143,7 +143,9 @@ def hint_for(name: str, value: str) -> str | None:
         return _OF_STAGE.get(value, _FULL)
     value = value.removesuffix("-mixed")  # Lightning's bf16-mixed
     hint = _OF_NAME.get(".".join(path[-2:]), _OF_NAME.get(name))
-    return None if hint is None else hint.replace(VALUE, shlex.quote(value or VALUE))
+    if hint is None or not (is_flags(hint) or value.isdecimal()):  # prose: no parser mends a wrong value
+        return hint
+    return hint.replace(VALUE, shlex.quote(value or VALUE))
 
 
 def sharding(word: str) -> str | None:

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def parser() -> CommandParser:
-    made = CommandParser("fsdp.tool", "Do it:\n\n    python -m fsdp.tool RUN\n")
+    made = CommandParser("tests.tool", "Do it:\n\n    python -m tests.tool RUN\n")
     made.add_argument("run", metavar="RUN", help="a run directory")
     made.add_argument("--out", type=Path, metavar="FILE", help="where to write")
-    made.add_argument("--tool.ranks", dest="ranks", type=whole_number(1), default=2, help="how many")
+    made.add_argument("--ranks", dest="ranks", type=whole_number(1), default=2, help="how many")
     made.add_argument("--share", type=number(0, 1), help="how much")
     made.add_argument("--format", type=one_of("torch", "both"), help="which format")
     made.add_argument("--quick", action="store_true", help="skip the rest")
@@ -38,16 +38,16 @@ def test_own_flags_and_positional_arguments_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("", "RUN is missing.", "python -m fsdp.tool --help"),
+        ("", "RUN is missing.", "python -m tests.tool --help"),
         ("RUN --outt a", "--outt is not a flag.", "did you mean --out?"),
-        ("RUN --zzz", "--zzz is not a flag.", "python -m fsdp.tool --help"),
-        ("RUN other", "other is not a flag.", "python -m fsdp.tool --help"),
-        ("RUN --out", "--out has no value.", "python -m fsdp.tool --help"),
-        ("RUN --tool.ranks", "--tool.ranks has no value.", "--tool.ranks 2"),
-        ("RUN --tool.ranks 0", "--tool.ranks 0 is not a whole number from 1.", "--tool.ranks 2"),
-        ("RUN --tool.rank 2", "--tool.rank is not a flag.", "did you mean --tool.ranks?"),
-        ("RUN --share nan", "--share nan is not a number from 0 to 1.", "python -m fsdp.tool --help"),
-        ("RUN --format x", "--format x is not one of torch, both.", "python -m fsdp.tool --help"),
+        ("RUN --zzz", "--zzz is not a flag.", "python -m tests.tool --help"),
+        ("RUN other", "other is not a flag.", "python -m tests.tool --help"),
+        ("RUN --out", "--out has no value.", "python -m tests.tool --help"),
+        ("RUN --ranks", "--ranks has no value.", "--ranks 2"),
+        ("RUN --ranks 0", "--ranks 0 is not a whole number from 1.", "--ranks 2"),
+        ("RUN --rank 2", "--rank is not a flag.", "did you mean --ranks?"),
+        ("RUN --share nan", "--share nan is not a number from 0 to 1.", "python -m tests.tool --help"),
+        ("RUN --format x", "--format x is not one of torch, both.", "python -m tests.tool --help"),
         ("RUN --quic", "--quic is not a flag.", "did you mean --quick?"),
     ],
 )
@@ -70,7 +70,7 @@ def test_flags_of_the_run_are_handed_on_as_typed() -> None:
         load(["--batch_size", "2"])
 
 
-@prints_errors("fsdp.tool")
+@prints_errors("tests.tool")
 def much(argv: Sequence[str]) -> int:
     print("a line\n" * int(argv[0]))
     return 0
@@ -95,4 +95,4 @@ def ends_quietly(program: str, *words: str) -> None:
 @pytest.mark.parametrize("lines", ["1", "100000"])  # less than a pipe holds, and more
 def test_a_reader_that_has_ended_and_a_full_disk_are_no_traceback(lines: str) -> None:
     code = f"from {__name__} import much; raise SystemExit(much(['{lines}']))"
-    ends_quietly("fsdp.tool", "-c", code)
+    ends_quietly("tests.tool", "-c", code)
