@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LINT := .cache/lint/bin
-# Tests run in three processes: those of Slurm and Ray mostly wait.
+# Tests run in four processes: most of them wait for processes of their own, those of Slurm and Ray the longest.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-SHARED := -n 3 $(BY_FILE)
+SHARED := -n 4 $(BY_FILE)
 APART := --ignore=tests/walks
 # Ranks share the cores. Without this torchrun warns at every start.
 export OMP_NUM_THREADS ?= 1

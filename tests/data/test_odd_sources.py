@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "instructions": (
         row(instruction="Say a.", output="It is the letter a."),
-        "has no column text; its columns are instruction, output. HINT: --data.args.text output",
+        "has no column text; its columns are instruction, output. HINT: .* --data.args.text output",
     ),
     "a long name": (lambda folder: Path("x" * 5000), "cannot be read .File name too long.. HINT: ls -ld x"),
 }

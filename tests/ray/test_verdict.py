@@ -18,9 +18,9 @@ pytestmark = pytest.mark.ray
 def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
     lost = rank_failure(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
     heard = rank_failure(1, OtherRankFailed(2, "no", 5))
-    knows = rank_failure(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
+    knows = rank_failure(2, TrainingError("step 3: loss nan.", "a lower --optim.lr"))
     failure = first_failure({0: lost, 1: heard, 2: knows})
-    assert failure.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
+    assert failure.message == "rank 2: step 3: loss nan. HINT: a lower --optim.lr"
     assert (failure.code, failure.kind) == (5, Kind.FINAL)
 
 
