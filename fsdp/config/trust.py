@@ -46,7 +46,8 @@ def load_run_config(
 
     Raises CodeRefused if it names code that is neither in `trusted` nor a value in `flags`.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+    # A model that a run directory names is not downloaded. huggingface_hub reads this when it is imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     given = dict(pair_flags(flags))
     values = _not_downloaded(read_recipe(str(run / "config.toml")))
     values = {name: value for name, value in values.items() if not name.startswith(forgotten)}

@@ -77,8 +77,6 @@ class HubTokenizer:
     def __init__(self, name: str, *, ends: bool) -> None:
         """`ends`: whether texts are ended, for which it needs a token."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # A config.json beside it has transformers import its model's packages, torchvision too.
-
         folder, options = find_tokenizer(name), {"local_files_only": True, "trust_remote_code": False}
         try:
             import transformers

@@ -127,7 +127,10 @@ def test_a_run_trains_to_its_end_and_resumes_when_there_is_room(disk: SmallDisk)
         == 1
     )
     assert "CHECKPOINT of step 48 was NOT saved" in full.stderr
-    assert full.stderr.splitlines()[-1].startswith(f"train.py: step {STEPS} was not saved: ")
+    error, saved, command = full.stderr.splitlines()[-3:]
+    assert error.startswith(f"train.py: step {STEPS} was not saved: ")
+    assert "step 24 is saved" in saved
+    assert command.endswith("# resumes here")
     before = [record["step"] for record in disk.lines("run/metrics.jsonl")]
     assert before == list(range(1, len(before) + 1))
     assert 30 <= len(before) < STEPS
